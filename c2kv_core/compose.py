@@ -1,0 +1,164 @@
+"""Contexts: prefixes by prefill, documents by composition of their slots (DESIGN 2, Compose).
+
+Shape legend: L layers, K kv heads, S entries, M slots, T new tokens, H head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from c2kv_core import hf_adapter
+from c2kv_core.cache import AppendCache, ContextCache
+from c2kv_core.document import CompressedDocument, Geometry
+from c2kv_core.errors import ContextLengthError, InputError
+
+PREFILL_CHUNK_TOKENS = 512
+"""Tokens prefilled at once over an existing context: bounds the mask at 512 x (S + 512)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedContext:
+    """Everything a question sees. Never changed: appending makes a new one."""
+
+    cache: ContextCache
+    next_position: int
+    """Position of the token that comes next: source tokens so far, not entries."""
+
+
+def prefill(
+    model: PreTrainedModel, ids: Sequence[int], context: ComposedContext | None = None
+) -> ComposedContext:
+    """Full base keys and values of ordinary tokens after a context.
+
+    Args:
+        model: the frozen base.
+        ids: token ids of the prefix (system message) or of text placed among documents.
+        context: what stands before and is seen; None at the start.
+
+    Raises:
+        InputError: no ids.
+        ContextLengthError: more positions than the model has.
+    """
+    if not ids:
+        raise InputError("expected at least one token to prefill, got none")
+    cache = AppendCache(context.cache if context else None)
+    start = context.next_position if context else 0
+    check_positions(model, start + len(ids))
+    with torch.no_grad():
+        _prefill_hidden(model, ids, cache, start=start, past=context.cache.num_entries if context else 0)
+    return ComposedContext(cache=cache.frozen(), next_position=start + len(ids))
+
+
+def _prefill_hidden(
+    model: PreTrainedModel, ids: Sequence[int], cache: hf_adapter.LayerCache, *, start: int, past: int
+) -> Tensor:
+    """Final hidden states (1, T, D) of the last chunk of ``ids``, which follow ``past`` entries."""
+    ids_T = torch.as_tensor(ids, dtype=torch.int64, device=model.device)
+    step = len(ids) if past == 0 else PREFILL_CHUNK_TOKENS
+    hidden = torch.empty(0)
+    for offset in range(0, len(ids), step):
+        hidden = token_states(
+            model, ids_T[None, offset : offset + step], cache, start=start + offset, past=past + offset
+        )
+    return hidden
+
+
+def token_states(
+    model: PreTrainedModel, ids_BT: Tensor, cache: hf_adapter.LayerCache, *, start: int, past: int
+) -> Tensor:
+    """Final hidden states (B, T, D) of ordinary tokens at positions ``start``.. after ``past`` cached entries.
+
+    Every token sees all cached entries and the tokens up to itself; positions are given, never inferred.
+    """
+    tokens = ids_BT.shape[1]
+    positions = torch.arange(start, start + tokens, device=ids_BT.device).expand_as(ids_BT)
+    mask = None
+    if past and tokens > 1:
+        mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=ids_BT.device).tril(past)[
+            None, None
+        ]
+    return hf_adapter.run_model(model, ids_BT, positions=positions, cache=cache, mask=mask)
+
+
+def compose(
+    model: PreTrainedModel, prefix: ComposedContext | None, documents: Sequence[CompressedDocument]
+) -> ComposedContext:
+    """Place documents after a prefix, in the order given, without recompute.
+
+    Slots of a document stand at cursor + local position, then the cursor moves by the document's source length.
+    Keys are rotated once, by the model's own rotary module; the inputs are not changed.
+
+    Args:
+        model: the frozen base the documents were extracted with.
+        prefix: an earlier context, or None.
+        documents: any order, repeats allowed; none gives the prefix back.
+
+    Raises:
+        InputError: neither prefix nor documents, or a document of another geometry.
+        ContextLengthError: more positions than the model has.
+    """
+    if not documents:
+        if prefix is None:
+            raise InputError("expected a prefix or at least one document to compose, got neither")
+        return prefix
+    check_geometry(model, documents)
+    positions, cursor = _place(documents, prefix.next_position if prefix else 0)
+    check_positions(model, cursor)
+    keys_LKSH, values_LKSH = _gather(model, documents)
+    angles = hf_adapter.rotation(model, positions[None].to(model.device))
+    keys_LKSH = hf_adapter.rotate(keys_LKSH, angles)
+    keys = [k[None] for k in keys_LKSH]
+    values = [v[None] for v in values_LKSH]
+    if prefix is not None:
+        keys = [torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.keys, keys, strict=True)]
+        values = [torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.values, values, strict=True)]
+    cache = ContextCache(keys=tuple(keys), values=tuple(values))
+    return ComposedContext(cache=cache, next_position=cursor)
+
+
+def _place(documents: Sequence[CompressedDocument], cursor: int) -> tuple[Tensor, int]:
+    """Final positions of all slots (S,), and the position after the last document."""
+    places = []
+    for document in documents:
+        places.append(document.slot_positions + cursor)
+        cursor += document.num_tokens
+    return torch.cat(places), cursor
+
+
+def _gather(model: PreTrainedModel, documents: Sequence[CompressedDocument]) -> tuple[Tensor, Tensor]:
+    device, dtype = model.device, model.dtype
+    keys = torch.cat([d.keys.to(device, dtype) for d in documents], dim=2)
+    values = torch.cat([d.values.to(device, dtype) for d in documents], dim=2)
+    return keys, values
+
+
+def check_geometry(model: PreTrainedModel, documents: Sequence[CompressedDocument]) -> None:
+    """Refuse documents whose tensors are not of the model's geometry.
+
+    Raises:
+        InputError: names the document's place and both shapes.
+    """
+    expected = hf_adapter.geometry(model.config)
+    for place, document in enumerate(documents):
+        layers, kv_heads, slots, head_dim = document.keys.shape
+        got = Geometry(layers=layers, kv_heads=kv_heads, head_dim=head_dim)
+        if got != expected or document.values.shape != document.keys.shape or slots != document.num_slots:
+            raise InputError(
+                f"document {place} has keys of {got} with {slots} slots, the model needs {expected}"
+            )
+
+
+def check_positions(model: PreTrainedModel, positions: int) -> None:
+    """Refuse a context beyond the model's positions.
+
+    Raises:
+        ContextLengthError: names both numbers.
+    """
+    limit = hf_adapter.max_positions(model)
+    if positions > limit:
+        raise ContextLengthError(
+            f"the context needs {positions} positions, the model has {limit}; use fewer documents"
+        )

@@ -1,0 +1,110 @@
+"""Run configurations: one YAML file and ``key=value`` overrides into a typed, frozen model.
+
+Unknown keys are refused by name with the nearest valid one, also nested ones. Messages are one line.
+"""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from c2kv_core.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Base of all configurations: frozen, strict about keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load_config(kind: type[C], path: str | Path | None = None, overrides: Sequence[str] = ()) -> C:
+    """A configuration from a YAML file (optional) and overrides ``key=value``, which win.
+
+    Args:
+        kind: the configuration's class.
+        path: YAML mapping; dotted overrides reach into nested mappings.
+        overrides: values are read as YAML, so that ``ratios=[4, 8]`` and ``limit=null`` work.
+
+    Raises:
+        ConfigError: file missing or no mapping, unknown key, wrong type or value.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        data = _read_mapping(Path(path))
+    for override in overrides:
+        _apply(data, override)
+    return parse_config(kind, data, source=str(path) if path else "command line")
+
+
+def parse_config(kind: type[C], data: dict[str, Any], *, source: str) -> C:
+    """A configuration from a mapping.
+
+    Raises:
+        ConfigError: unknown key, wrong type or value; the message names ``source``.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_fault(kind, error)}") from error
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML, to be saved beside a run's outputs."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: expected YAML, got: {' '.join(str(error).split())}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, got {type(data).__name__}")
+    return data
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"expected an override of the form key=value, got {override!r}")
+    *path, last = key.split(".")
+    for name in path:
+        data = data.setdefault(name, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"override {override!r}: {name} is a value, not a group of keys")
+    try:
+        data[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: expected a YAML value") from error
+
+
+def _first_fault(kind: type[BaseModel], error: ValidationError) -> str:
+    fault = error.errors(include_url=False)[0]
+    where = ".".join(map(str, fault["loc"])) or "configuration"
+    if fault["type"] == "extra_forbidden":
+        known = _keys_at(kind, fault["loc"][:-1])
+        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.0)
+        return f"unknown key {where!r}; did you mean {near[0]!r}?" if near else f"unknown key {where!r}"
+    if fault["type"] == "missing":
+        return f"missing key {where!r}, which has no default"
+    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
+
+
+def _keys_at(kind: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for name in path:
+        field = kind.model_fields.get(str(name))
+        inner = field.annotation if field else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        kind = inner
+    return list(kind.model_fields)

@@ -1,0 +1,235 @@
+"""Documents to slots (DESIGN 2): the frozen base over the tokens, the sidecar beside it over the slots.
+
+Shape legend: B documents of a batch, N tokens (padded), M slots (padded), D hidden, K kv heads, Q query heads,
+H head dim, L layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from c2kv_core import hf_adapter
+from c2kv_core.architecture import check_supported
+from c2kv_core.batching import length_batches
+from c2kv_core.document import CompressedDocument
+from c2kv_core.errors import ContextLengthError, InputError
+from c2kv_core.sidecar import Sidecar
+from c2kv_core.slot_attention import slot_attention
+from c2kv_core.slots import slot_count, slot_positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotStates:
+    """Slots of a batch at one ratio, padded on the right; gradients flow to the sidecar."""
+
+    keys: Tensor
+    """(L, B, K, M, H), before RoPE."""
+    values: Tensor
+    """(L, B, K, M, H)."""
+    lengths: tuple[int, ...]
+    """Source tokens of each document."""
+    ratio: int
+
+    def documents(self) -> list[CompressedDocument]:
+        """The documents without padding; tensors are views."""
+        made = []
+        for row, length in enumerate(self.lengths):
+            slots = slot_count(length, self.ratio)
+            made.append(
+                CompressedDocument(
+                    keys=self.keys[:, row, :, :slots],
+                    values=self.values[:, row, :, :slots],
+                    slot_positions=slot_positions(length, self.ratio),
+                    num_tokens=length,
+                    ratio=self.ratio,
+                )
+            )
+        return made
+
+
+class Extractor:
+    """Turns documents, each alone, into slots of a frozen model."""
+
+    def __init__(self, model: PreTrainedModel, sidecar: Sidecar, *, max_batch_tokens: int = 4096) -> None:
+        """Bind a sidecar to its base.
+
+        Args:
+            model: the frozen base; it is put in evaluation mode and never changed.
+            sidecar: trained for this base; moved to the model's device and dtype if it is elsewhere.
+            max_batch_tokens: padded tokens of one batch; one longer document is a batch of its own.
+
+        Raises:
+            UnsupportedModelError: the architecture breaks the method's maths.
+            SidecarError: the sidecar is for a model of another shape.
+        """
+        check_supported(model.config)
+        sidecar.check_base(model)
+        self.model = model.eval()
+        self.sidecar = sidecar.to(device=model.device, dtype=model.dtype)
+        self.max_batch_tokens = max_batch_tokens
+
+    def extract(
+        self, documents: Sequence[Sequence[int]], ratio: int, *, force_ratio: bool = False
+    ) -> list[CompressedDocument]:
+        """Slots of each document (one part each), in the order given.
+
+        Args:
+            documents: token ids, at least one a document.
+            ratio: source tokens per slot, one the sidecar was trained for.
+            force_ratio: allow a ratio it was not trained for.
+
+        Raises:
+            InputError: an empty document, named by its place.
+            ContextLengthError: a document longer than the model's positions.
+            RatioError: an untrained ratio, not forced.
+        """
+        return self.extract_ratios(documents, (ratio,), force_ratio=force_ratio)[ratio]
+
+    def extract_ratios(
+        self, documents: Sequence[Sequence[int]], ratios: Sequence[int], *, force_ratio: bool = False
+    ) -> dict[int, list[CompressedDocument]]:
+        """As ``extract``, for several ratios with one pass over the tokens: ``{ratio: documents}``."""
+        if not force_ratio:
+            for ratio in ratios:
+                self.sidecar.config.require_ratio(ratio)
+        self._check_documents(documents)
+        found: dict[int, dict[int, CompressedDocument]] = {ratio: {} for ratio in ratios}
+        lengths = [len(ids) for ids in documents]
+        with torch.no_grad():
+            for batch in length_batches(lengths, max_tokens=self.max_batch_tokens):
+                for states in self.states([documents[i] for i in batch], ratios):
+                    single = len(batch) == 1
+                    for i, document in zip(batch, states.documents(), strict=True):
+                        found[states.ratio][i] = document if single else _own_memory(document)
+        return {ratio: [by_place[i] for i in range(len(documents))] for ratio, by_place in found.items()}
+
+    def states(self, documents: Sequence[Sequence[int]], ratios: Sequence[int]) -> list[SlotStates]:
+        """Slots of one batch at each ratio, differentiable in the sidecar. Token states carry no gradient."""
+        device = self.model.device
+        lengths = tuple(len(ids) for ids in documents)
+        ids_BN = torch.zeros(len(documents), max(lengths), dtype=torch.int64, device=device)
+        for row, ids in enumerate(documents):
+            ids_BN[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
+        streams = [_SlotStream(self.model, self.sidecar, lengths, ratio) for ratio in ratios]
+        layers = hf_adapter.decoder_layers(self.model)
+        for index, (token_k, token_v) in enumerate(_token_kv(self.model, ids_BN)):
+            for stream in streams:
+                stream.step(index, layers[index], token_k, token_v)
+        for stream in streams:
+            stream.finish(layers[-1])
+        return [stream.states() for stream in streams]
+
+    def _check_documents(self, documents: Sequence[Sequence[int]]) -> None:
+        limit = hf_adapter.max_positions(self.model)
+        for place, ids in enumerate(documents):
+            if len(ids) == 0:
+                raise InputError(
+                    f"expected at least one token in document {place}, got none; leave empty ones out"
+                )
+            if len(ids) > limit:
+                raise ContextLengthError(
+                    f"document {place} has {len(ids)} tokens, the model {limit} positions; split it into parts"
+                )
+
+
+class _CaptureCache:
+    """Hands a stock layer its own keys and values back and keeps them for the slots."""
+
+    def __init__(self) -> None:
+        self.kv: tuple[Tensor, Tensor] | None = None
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **extra: Any) -> tuple[Tensor, Tensor]:
+        self.kv = (keys, values)
+        return keys, values
+
+
+@torch.no_grad()
+def _token_kv(model: PreTrainedModel, ids_BN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rotated keys and values (B, K, N, H) of the tokens, for every layer but the last, which slots do not read.
+
+    Padding stands to the right, so plain causal attention keeps it from every real token.
+    """
+    positions = torch.arange(ids_BN.shape[1], device=ids_BN.device).expand_as(ids_BN)
+    angles = hf_adapter.rotation(model, positions)
+    hidden = hf_adapter.embed(model, ids_BN)
+    for layer in hf_adapter.decoder_layers(model)[:-1]:
+        capture = _CaptureCache()
+        hidden = hf_adapter.run_layer(
+            layer, hidden, positions=positions, angles=angles, cache=capture, mask=None
+        )
+        assert capture.kv is not None, "a stock decoder layer always updates its cache"
+        yield capture.kv
+
+
+class _SlotStream:
+    """The slots of one batch at one ratio on their way through the layers."""
+
+    def __init__(
+        self, model: PreTrainedModel, sidecar: Sidecar, lengths: tuple[int, ...], ratio: int
+    ) -> None:
+        self.sidecar, self.lengths, self.ratio = sidecar, lengths, ratio
+        device = model.device
+        slots = slot_count(max(lengths), ratio)
+        positions = torch.zeros(len(lengths), slots, dtype=torch.int64)
+        for row, length in enumerate(lengths):
+            positions[row, : slot_count(length, ratio)] = slot_positions(length, ratio)
+        self.angles = hf_adapter.rotation(model, positions.to(device))
+        self.lengths_B = torch.tensor(lengths, device=device)
+        self.hidden = sidecar.slot_embedding.expand(len(lengths), slots, -1)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def _project(self, layer: hf_adapter.StockLayer, *names: str) -> list[Tensor]:
+        index, attention = len(self.keys), layer.self_attn
+        normed = layer.input_layernorm(self.hidden)
+        return [
+            hf_adapter.project_heads(attention, name, self.sidecar.project(index, name, normed, attention))
+            for name in names
+        ]
+
+    def step(self, index: int, layer: hf_adapter.StockLayer, token_k: Tensor, token_v: Tensor) -> None:
+        """Run one layer; its stored keys and values are kept."""
+        q, k, v = self._project(layer, "q", "k", "v")
+        self.keys.append(k)
+        self.values.append(v)
+        attended = slot_attention(
+            hf_adapter.rotate(q, self.angles),
+            hf_adapter.rotate(k, self.angles),
+            v,
+            token_k,
+            token_v,
+            lengths_B=self.lengths_B,
+            ratio=self.ratio,
+            overlap_tokens=self.sidecar.config.overlap_tokens,
+            scale=hf_adapter.attention_scale(layer.self_attn),
+        )
+        self.hidden = hf_adapter.finish_layer(layer, self.hidden, attended)
+
+    def finish(self, layer: hf_adapter.StockLayer) -> None:
+        """The last layer: only its keys and values are stored, so nothing attends there."""
+        k, v = self._project(layer, "k", "v")
+        self.keys.append(k)
+        self.values.append(v)
+
+    def states(self) -> SlotStates:
+        return SlotStates(
+            keys=torch.stack(self.keys),
+            values=torch.stack(self.values),
+            lengths=self.lengths,
+            ratio=self.ratio,
+        )
+
+
+def _own_memory(document: CompressedDocument) -> CompressedDocument:
+    """A copy that does not keep the whole padded batch alive."""
+    return CompressedDocument(
+        keys=document.keys.clone(),
+        values=document.values.clone(),
+        slot_positions=document.slot_positions,
+        num_tokens=document.num_tokens,
+        ratio=document.ratio,
+    )

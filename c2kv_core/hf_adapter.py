@@ -1,0 +1,152 @@
+"""The only file that knows names inside transformers' decoder models.
+
+Llama, Qwen2, Qwen3 and Mistral share one module layout. The stock layers are called one by one with an explicit
+mask, explicit positions and a cache of ours, so that nothing is inferred from the length of a cache.
+
+Shape legend: B batch, T new tokens, S cached entries, D hidden, K kv heads, Q query heads, H head dim.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import rotate_half
+
+from c2kv_core.document import Geometry
+
+StockLayer = Any
+"""A stock decoder layer, or its attention: their submodules have no static types."""
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin of a set of positions, each (B, T, H), scaled as the model's RoPE type asks."""
+
+
+class LayerCache(Protocol):
+    """What a stock attention layer asks of a cache."""
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **extra: Any) -> tuple[Tensor, Tensor]:
+        """Take (B, K, T, H) new rotated keys and values; give all (B, K, S+T, H) to attend to."""
+
+
+def decoder_layers(model: PreTrainedModel) -> list[StockLayer]:
+    """The decoder layers in order."""
+    return list(model.model.layers)
+
+
+def geometry(config: PretrainedConfig) -> Geometry:
+    """Shape of the KV cache of a model with this config."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Geometry(
+        layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads, head_dim=int(head_dim)
+    )
+
+
+def max_positions(model: PreTrainedModel) -> int:
+    """Positions the model was made for."""
+    return int(model.config.max_position_embeddings)
+
+
+def embed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """(B, T) ids to (B, T, D) input embeddings."""
+    embeddings: Tensor = model.get_input_embeddings()(ids)
+    return embeddings
+
+
+def rotation(model: PreTrainedModel, positions: Tensor) -> Rotation:
+    """cos and sin of (B, T) positions from the model's own rotary module, in the model's dtype."""
+    like = torch.empty(0, dtype=model.dtype, device=positions.device)
+    cos, sin = model.model.rotary_emb(like, position_ids=positions)
+    return cos, sin
+
+
+def rotate(x: Tensor, angles: Rotation) -> Tensor:
+    """Apply RoPE to (B, heads, T, H).
+
+    Source: RoFormer (arXiv 2104.09864), in the half-split form that the stock models use.
+    """
+    cos, sin = (part.unsqueeze(1) for part in angles)
+    rotated: Tensor = x * cos + rotate_half(x) * sin
+    return rotated
+
+
+def run_layer(
+    layer: StockLayer,
+    hidden: Tensor,
+    *,
+    positions: Tensor,
+    angles: Rotation,
+    cache: LayerCache,
+    mask: Tensor | None,
+) -> Tensor:
+    """One stock decoder layer over (B, T, D); ``mask`` None means plain causal (T > 1) or all visible (T = 1)."""
+    out: Tensor = layer(
+        hidden,
+        attention_mask=mask,
+        position_ids=positions,
+        cache=cache,
+        use_cache=True,
+        position_embeddings=angles,
+    )
+    return out
+
+
+def project_heads(attention: StockLayer, name: str, projected: Tensor) -> Tensor:
+    """(B, T, heads*H) output of the q, k or v projection to (B, heads, T, H), with the model's own norm if any."""
+    heads = projected.view(*projected.shape[:-1], -1, attention.head_dim)
+    norm = getattr(attention, f"{name}_norm", None)
+    if norm is not None:
+        heads = norm(heads)
+    out: Tensor = heads.transpose(1, 2)
+    return out
+
+
+def attention_scale(attention: StockLayer) -> float:
+    """Factor on query-key products."""
+    return float(attention.scaling)
+
+
+def finish_layer(layer: StockLayer, hidden: Tensor, attended: Tensor) -> Tensor:
+    """Output projection, residual and MLP of a layer: (B, T, D) and (B, T, Q*H) to (B, T, D)."""
+    hidden = hidden + layer.self_attn.o_proj(attended)
+    out: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return out
+
+
+def run_model(
+    model: PreTrainedModel, ids: Tensor, *, positions: Tensor, cache: LayerCache, mask: Tensor | None
+) -> Tensor:
+    """All layers and the final norm over (B, T) ids at (B, T) positions: (B, T, D)."""
+    hidden = embed(model, ids)
+    angles = rotation(model, positions)
+    for layer in decoder_layers(model):
+        hidden = run_layer(layer, hidden, positions=positions, angles=angles, cache=cache, mask=mask)
+    normed: Tensor = model.model.norm(hidden)
+    return normed
+
+
+def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(..., D) final hidden states to (..., vocabulary) logits."""
+    out: Tensor = model.get_output_embeddings()(hidden)
+    return out
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end an answer, from the generation config, else from the model config."""
+    config = model.generation_config if model.generation_config is not None else model.config
+    eos = config.eos_token_id
+    if eos is None:
+        eos = model.config.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+@contextmanager
+def frozen(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model in evaluation mode, put back afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train(training)

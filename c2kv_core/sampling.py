@@ -1,0 +1,54 @@
+"""From logits to the next token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from c2kv_core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is drawn."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probabilities sum to this much is kept (nucleus sampling, arXiv 1904.09751)."""
+    seed: int | None = None
+    """Seed of the request's own generator; None draws one from the system."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise InputError(f"expected a temperature of 0 to 100, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InputError(f"expected top_p above 0 and at most 1, got {self.top_p}")
+
+
+class Sampler:
+    """Draws tokens for one request; its random state is nobody else's."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed % 2**63)
+
+    def draw(self, logits_V: Tensor) -> int:
+        """The next token id from (vocabulary,) logits."""
+        if self.params.temperature == 0.0:
+            return int(logits_V.argmax())
+        probabilities = torch.softmax(logits_V.float().cpu() / self.params.temperature, dim=-1)
+        if self.params.top_p < 1.0:
+            probabilities = _nucleus(probabilities, self.params.top_p)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+
+def _nucleus(probabilities_V: Tensor, top_p: float) -> Tensor:
+    ordered, order = probabilities_V.sort(descending=True)
+    # A token stays while the mass before it is below top_p, so that the first always stays.
+    ordered[ordered.cumsum(0) - ordered >= top_p] = 0.0
+    return torch.zeros_like(probabilities_V).scatter(0, order, ordered)

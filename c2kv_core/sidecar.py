@@ -1,0 +1,215 @@
+"""The trainable part: one slot vector and slot q/k/v projections in every layer.
+
+Shape legend: D hidden, L layers, R rank.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from c2kv_core import hf_adapter
+from c2kv_core.digest import tensors_digest
+from c2kv_core.errors import SidecarError
+from c2kv_core.sidecar_config import SIDECAR_FORMAT_VERSION, SidecarConfig, SidecarHeader
+
+HEADER_FILE = "sidecar.json"
+TENSOR_FILE = "sidecar.safetensors"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+class LowRankProjection(nn.Module):
+    """The base projection plus a trained delta ``up @ down`` of rank R."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, in_features) / in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(out_features, rank))
+
+    def forward(self, x: Tensor, base: nn.Linear) -> Tensor:
+        """(..., in) to (..., out)."""
+        out: Tensor = base(x) + (x @ self.down.T) @ self.up.T
+        return out
+
+
+class FullProjection(nn.Module):
+    """A projection of its own, with a bias iff the base's has one."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor, base: nn.Linear) -> Tensor:
+        """(..., in) to (..., out); the base is not used."""
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Sidecar(nn.Module):
+    """Everything C2KV trains. Tensors are named ``slot_embedding`` and ``layers.{l}.{q,k,v}_proj.*``."""
+
+    slot_embedding: nn.Parameter
+    """(D,), the input of every slot."""
+
+    def __init__(self, header: SidecarHeader, slot_embedding: Tensor, layers: list[nn.ModuleDict]) -> None:
+        super().__init__()
+        self.header = header
+        self.slot_embedding = nn.Parameter(slot_embedding)
+        self.layers = nn.ModuleList(layers)
+
+    @property
+    def config(self) -> SidecarConfig:
+        """Settings that decide what the slots mean."""
+        return self.header.config
+
+    @classmethod
+    def from_base(
+        cls,
+        model: PreTrainedModel,
+        config: SidecarConfig,
+        *,
+        eos_token_id: int | None = None,
+        base_digest: str = "",
+    ) -> "Sidecar":
+        """An untrained sidecar: projections copy the base's, the slot vector is the embedding of EOS.
+
+        Args:
+            model: the frozen base, of a supported architecture.
+            config: settings; ``rank`` decides between full and low-rank projections.
+            eos_token_id: id whose embedding starts the slot vector; the model's own by default.
+            base_digest: recorded so that the sidecar is refused for other weights.
+        """
+        if eos_token_id is None:
+            eos_token_id = min(hf_adapter.eos_token_ids(model), default=0)
+        table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+        header = SidecarHeader(
+            format_version=SIDECAR_FORMAT_VERSION,
+            config=config,
+            geometry=hf_adapter.geometry(model.config),
+            base_digest=base_digest,
+        )
+        layers = [
+            _projections_like(layer.self_attn, config.rank) for layer in hf_adapter.decoder_layers(model)
+        ]
+        return cls(header, table[eos_token_id].detach().clone(), layers).to(table.device)
+
+    def project(self, layer: int, name: str, x: Tensor, attention: hf_adapter.StockLayer) -> Tensor:
+        """Slot projection ``q``, ``k`` or ``v`` of a layer: (..., D) to (..., heads*H)."""
+        projections: nn.ModuleDict = self.layers[layer]  # type: ignore[assignment]
+        out: Tensor = projections[f"{name}_proj"](x, getattr(attention, f"{name}_proj"))
+        return out
+
+    def digest(self) -> str:
+        """Digest of tensors; with the settings it identifies the slots' meaning."""
+        return tensors_digest(self.state_dict().items())
+
+    def save(self, directory: str | Path) -> None:
+        """Write ``sidecar.json`` and ``sidecar.safetensors`` into a new or empty directory, atomically.
+
+        Raises:
+            SidecarError: the directory exists and is not empty.
+        """
+        target = Path(directory)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise SidecarError(
+                f"expected a new or empty directory for the sidecar, {target} holds something already"
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+            save_file(tensors, scratch / TENSOR_FILE)
+            (scratch / HEADER_FILE).write_text(self.header.to_json())
+            scratch.chmod(0o755)
+            os.replace(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Sidecar":
+        """Read what ``save`` wrote.
+
+        Raises:
+            SidecarError: missing or damaged files, or another format version.
+        """
+        root = Path(directory)
+        missing = [name for name in (HEADER_FILE, TENSOR_FILE) if not (root / name).is_file()]
+        if missing:
+            raise SidecarError(
+                f"expected a sidecar in {root}, found no {missing[0]}; give the folder `c2kv train` wrote"
+            )
+        header = SidecarHeader.from_json((root / HEADER_FILE).read_text(), source=str(root / HEADER_FILE))
+        tensors = _read_tensors(root / TENSOR_FILE)
+        return cls.from_tensors(header, tensors, source=str(root / TENSOR_FILE))
+
+    @classmethod
+    def from_tensors(cls, header: SidecarHeader, tensors: dict[str, Tensor], *, source: str) -> "Sidecar":
+        """A sidecar from tensors under the names of ``state_dict``.
+
+        Raises:
+            SidecarError: a tensor is missing, unexpected, or of a wrong shape.
+        """
+        try:
+            layers = [_projections_from(tensors, index) for index in range(header.geometry.layers)]
+            sidecar = cls(header, tensors["slot_embedding"].clone(), layers)
+            sidecar.load_state_dict(tensors)
+        except (KeyError, RuntimeError) as error:
+            raise SidecarError(f"{source}: tensors do not fit the sidecar's header: {error}") from error
+        return sidecar.to(tensors["slot_embedding"].dtype)
+
+    def check_base(self, model: PreTrainedModel) -> None:
+        """Refuse a base model of another shape.
+
+        Raises:
+            SidecarError: names what differs.
+        """
+        expected, got = self.header.geometry, hf_adapter.geometry(model.config)
+        if expected != got:
+            raise SidecarError(
+                f"the sidecar is for a model of {expected}, got one of {got}; give its own base model"
+            )
+        hidden, width = self.slot_embedding.shape[0], model.config.hidden_size
+        if hidden != width:
+            raise SidecarError(f"the sidecar is for a hidden size of {hidden}, the model has {width}")
+
+
+def _projections_like(attention: hf_adapter.StockLayer, rank: int | None) -> nn.ModuleDict:
+    made: dict[str, nn.Module] = {}
+    for name in PROJECTIONS:
+        base: nn.Linear = getattr(attention, name)
+        if rank is not None:
+            made[name] = LowRankProjection(base.in_features, base.out_features, rank).to(base.weight.dtype)
+            continue
+        full = FullProjection(base.in_features, base.out_features, base.bias is not None).to(
+            base.weight.dtype
+        )
+        full.load_state_dict(base.state_dict())
+        made[name] = full
+    return nn.ModuleDict(made)
+
+
+def _projections_from(tensors: dict[str, Tensor], layer: int) -> nn.ModuleDict:
+    made: dict[str, nn.Module] = {}
+    for name in PROJECTIONS:
+        prefix = f"layers.{layer}.{name}"
+        if f"{prefix}.down" in tensors:
+            down, up = tensors[f"{prefix}.down"], tensors[f"{prefix}.up"]
+            made[name] = LowRankProjection(down.shape[1], up.shape[0], down.shape[0])
+        else:
+            weight = tensors[f"{prefix}.weight"]
+            made[name] = FullProjection(weight.shape[1], weight.shape[0], f"{prefix}.bias" in tensors)
+    return nn.ModuleDict(made)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise SidecarError(f"{path}: expected a safetensors file, got something else: {error}") from error

@@ -1,0 +1,37 @@
+"""Options and fixtures shared by all tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+GOLDEN_DIR = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden-dir",
+        action="append",
+        type=Path,
+        default=[],
+        help="further folder of golden vectors (tests/golden always runs); fails when it holds none",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "golden_file" not in metafunc.fixturenames:
+        return
+    folders = [GOLDEN_DIR, *metafunc.config.getoption("--golden-dir")]
+    cases = []
+    for folder in folders:
+        files = sorted(folder.glob("*.safetensors"))
+        # An empty folder must fail, not pass by running nothing.
+        cases += [pytest.param(f, id=f"{f.parent.name}-{f.stem}") for f in files] or [
+            pytest.param(folder, id=f"{folder.name}-empty")
+        ]
+    metafunc.parametrize("golden_file", cases)
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> None:
+    torch.set_num_threads(2)
