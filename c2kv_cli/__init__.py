@@ -1,0 +1,1 @@
+"""The command line `c2kv`: sits on top of everything else."""

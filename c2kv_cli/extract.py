@@ -1,0 +1,107 @@
+"""``c2kv extract``: a corpus into a store."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
+from c2kv_core.errors import C2KVError
+from pipelines.extract import Progress as RunProgress
+from pipelines.extract import extract as run_extract
+from pipelines.extract_config import ExtractConfig
+from pipelines.extract_report import ExtractReport
+
+SHOWN_SKIPS = 5
+
+
+def extract(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="JSONL(.gz) or Parquet file, or a folder of files.")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Directory of the store; made when absent.")] = None,
+    model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
+    sidecar: Annotated[str | None, typer.Option(help="Sidecar directory.")] = None,
+    ratio: Annotated[list[int] | None, typer.Option(help="Source tokens per slot; may be repeated.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Tenant the documents belong to.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Take only this many documents.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn the documents of a corpus into compressed slots in a store; only new and changed ones."""
+    resolved = resolve(
+        ExtractConfig,
+        config,
+        overrides,
+        corpus=corpus,
+        store=store,
+        model=model,
+        sidecar=sidecar,
+        ratios=ratio,
+        namespace=namespace,
+        limit=limit,
+    )
+    with _progress_bar() as bar:
+        report = run_extract(resolved, progress=_Follow(bar))
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _print_summary(report)
+    if report.failed:
+        raise C2KVError(
+            f"{len(report.failed)} of {report.documents} documents failed, the first {report.failed[0].doc_id!r}: "
+            f"{report.failed[0].reason}; the others are stored"
+        )
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("extracting"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+class _Follow:
+    """Moves the bar with the counts of the job."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("extract", total=None, rate="loading the model")
+
+    def __call__(self, progress: RunProgress) -> None:
+        rate = f"{progress.source_tokens / progress.elapsed_s:,.0f} tokens/s"
+        self._bar.update(self._task, completed=progress.done, total=progress.pending, rate=rate)
+
+
+def _print_summary(report: ExtractReport) -> None:
+    out = Console(highlight=False)
+    rows = {
+        "documents": f"{report.documents:,} ({report.extracted:,} extracted, {report.unchanged:,} unchanged, "
+        f"{len(report.skipped):,} skipped, {len(report.failed):,} failed)",
+        "source tokens": f"{report.source_tokens:,}",
+        "slots": f"{report.slots:,} at ratio {', '.join(map(str, report.fingerprints))} in {report.parts:,} parts",
+        "stored": f"{report.stored_bytes / 2**20:,.1f} MiB in {report.store}, namespace {report.namespace}",
+        "speed": f"{report.tokens_per_s:,.0f} tokens/s over {report.elapsed_s:.1f} s, start-up included",
+    }
+    for name, value in rows.items():
+        out.print(f"{name:>14}  {value}")
+    for skip in report.skipped[:SHOWN_SKIPS]:
+        out.print(f"{'skipped':>14}  {skip.doc_id}: {skip.reason}")
+    if len(report.skipped) > SHOWN_SKIPS:
+        out.print(f"{'':>14}  and {len(report.skipped) - SHOWN_SKIPS} more; --json lists all")
+    if report.sidecar == "untrained":
+        out.print("The sidecar is untrained: its slots carry little of the text.")

@@ -1,0 +1,43 @@
+"""The command ``c2kv``."""
+
+import sys
+
+import click
+import typer
+
+from c2kv_cli.extract import extract
+from c2kv_core.errors import C2KVError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="c2kv",
+    help="Compressed, position-free KV caches for long-context answers: extract, serve, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("extract")(extract)
+
+
+@app.callback()
+def _commands() -> None:
+    """Compressed, position-free KV caches for long-context answers: extract, serve, measure."""
+
+
+def main() -> None:
+    """Entry point: exit codes 0 success, 1 the job failed, 2 bad input, 130 interrupted."""
+    try:
+        code = app(standalone_mode=False)
+    except C2KVError as error:
+        _fail(str(error), error.exit_code)
+    except click.ClickException as error:
+        _fail(error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        _fail("interrupted", INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"error: {message}\n" if code != INTERRUPTED else f"{message}\n")
+    sys.exit(code)

@@ -1,0 +1,51 @@
+"""Starting or joining Ray for one command."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+OBJECT_STORE_BYTES = 300 * 2**20
+"""Object store of a Ray started here. Slots never pass through it; only small rows do."""
+MIN_LOGICAL_CPUS = 4
+"""With fewer, the actors of a streaming job can hold every CPU and its reads never start."""
+
+
+@contextmanager
+def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> Iterator[None]:
+    """Ray for the time of a ``with`` block.
+
+    Joins the cluster of ``RAY_ADDRESS`` (set inside a submitted job), or one this process has joined already;
+    otherwise starts one on this machine and stops it at the end.
+
+    Args:
+        num_cpus: logical CPUs of a cluster started here; at least 4 by default.
+        log_to_driver: show what actors print.
+    """
+    # Explicit, because the defaults send usage data and depend on a leftover token file.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    if not joins:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Imported late: the variables above are read at import.
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    if joins:
+        ray.init(log_to_driver=log_to_driver)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus or max(MIN_LOGICAL_CPUS, os.cpu_count() or 1),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=log_to_driver,
+            logging_level=logging.ERROR,
+            _system_config={"metrics_report_interval_ms": 60_000},
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
