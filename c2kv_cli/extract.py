@@ -72,6 +72,7 @@ def _progress_bar() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
+        transient=True,
     )
 
 
@@ -80,7 +81,7 @@ class _Follow:
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task = bar.add_task("extract", total=None, rate="loading the model")
+        self._task = bar.add_task("extract", total=None, rate="starting")
 
     def __call__(self, progress: RunProgress) -> None:
         rate = f"{progress.source_tokens / progress.elapsed_s:,.0f} tokens/s"
@@ -88,20 +89,24 @@ class _Follow:
 
 
 def _print_summary(report: ExtractReport) -> None:
-    out = Console(highlight=False)
+    out = Console(highlight=False, soft_wrap=True)
     rows = {
         "documents": f"{report.documents:,} ({report.extracted:,} extracted, {report.unchanged:,} unchanged, "
-        f"{len(report.skipped):,} skipped, {len(report.failed):,} failed)",
-        "source tokens": f"{report.source_tokens:,}",
-        "slots": f"{report.slots:,} at ratio {', '.join(map(str, report.fingerprints))} in {report.parts:,} parts",
-        "stored": f"{report.stored_bytes / 2**20:,.1f} MiB in {report.store}, namespace {report.namespace}",
-        "speed": f"{report.tokens_per_s:,.0f} tokens/s over {report.elapsed_s:.1f} s, start-up included",
+        f"{len(report.skipped):,} skipped, {len(report.failed):,} failed)"
     }
+    if report.extracted:
+        ratios = ", ".join(map(str, report.fingerprints))
+        rows |= {
+            "source tokens": f"{report.source_tokens:,}",
+            "slots": f"{report.slots:,} at ratio {ratios} in {report.parts:,} parts",
+            "stored": f"{report.stored_bytes / 2**20:,.1f} MiB in {report.store}, namespace {report.namespace}",
+            "speed": f"{report.tokens_per_s:,.0f} tokens/s over {report.elapsed_s:.1f} s, start-up included",
+        }
     for name, value in rows.items():
         out.print(f"{name:>14}  {value}")
     for skip in report.skipped[:SHOWN_SKIPS]:
         out.print(f"{'skipped':>14}  {skip.doc_id}: {skip.reason}")
     if len(report.skipped) > SHOWN_SKIPS:
         out.print(f"{'':>14}  and {len(report.skipped) - SHOWN_SKIPS} more; --json lists all")
-    if report.sidecar == "untrained":
+    if report.extracted and report.sidecar == "untrained":
         out.print("The sidecar is untrained: its slots carry little of the text.")

@@ -5,7 +5,9 @@ import sys
 import click
 import typer
 
+from c2kv_cli.bench import app as bench_app
 from c2kv_cli.extract import extract
+from c2kv_cli.store import app as store_app
 from c2kv_core.errors import C2KVError
 
 INTERRUPTED = 130
@@ -18,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("extract")(extract)
+app.add_typer(store_app, name="store")
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback()

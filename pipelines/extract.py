@@ -4,8 +4,10 @@ python -m pipelines.extract --config FILE.yaml key=value ...
 """
 
 import json
+import logging
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -116,29 +118,34 @@ def _outcomes(config: ExtractConfig, plan: ExtractPlan, run: str) -> Iterator[di
 
     context = DataContext.get_current()
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     context.execution_no_progress_timeout_s = config.stall_timeout_s
     _check_resources(config)
     source = PendingDocuments(
         config.corpus, plan.pending, limit=config.limit, block_documents=config.documents_per_shard
     )
-    dataset = ray.data.read_datasource(source, num_cpus=READER_CPUS).map_batches(
-        ExtractStage,
-        fn_constructor_kwargs={
-            "spec": config.spec(),
-            "store": config.store,
-            "namespace": config.namespace,
-            "run": run,
-            "threads": config.threads(),
-        },
-        batch_size=config.documents_per_shard,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=config.actors),
-        num_cpus=config.num_cpus_per_actor,
-        num_gpus=config.num_gpus_per_actor,
-        # Bounded, because a document that kills the process would otherwise restart its actor for ever.
-        max_restarts=2,
-        max_task_retries=2,
-    )
+    documents = ray.data.read_datasource(source, num_cpus=READER_CPUS)
+    with warnings.catch_warnings():
+        # Ray 2.60 has no other name for an actor's restarts yet.
+        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
+        dataset = documents.map_batches(
+            ExtractStage,
+            fn_constructor_kwargs={
+                "spec": config.spec(),
+                "store": config.store,
+                "namespace": config.namespace,
+                "run": run,
+                "threads": config.threads(),
+            },
+            batch_size=config.documents_per_shard,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(size=config.actors),
+            num_cpus=config.num_cpus_per_actor,
+            num_gpus=config.num_gpus_per_actor,
+            # Bounded, because a document that kills the process would otherwise restart its actor for ever.
+            max_restarts=2,
+            max_task_retries=2,
+        )
     for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
         yield from batch.to_pylist()
 

@@ -1,0 +1,38 @@
+"""``c2kv bench``: speed and memory as ratios to a baseline of the same run."""
+
+import typer
+from rich.console import Console
+
+from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
+from c2kv_core.errors import C2KVError
+from pipelines.bench.extract import BenchExtractConfig, bench_extract
+from pipelines.bench.report import BenchReport
+
+app = typer.Typer(help="Speed and memory as ratios to a baseline of the same run.", no_args_is_help=True)
+
+
+@app.callback()
+def _benches() -> None:
+    """Speed and memory as ratios to a baseline of the same run."""
+
+
+@app.command("extract")
+def extract(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Extraction beside the base model's plain prefill; peak memory by length."""
+    _finish(bench_extract(resolve(BenchExtractConfig, config, overrides)), as_json)
+
+
+def _finish(report: BenchReport, as_json: bool) -> None:
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        out = Console(highlight=False, soft_wrap=True)
+        for name, ratio in report.ratios.items():
+            bar = "at least" if ratio.higher_is_better else "at most"
+            out.print(f"{name:>22}  {ratio.value:.3f}  ({bar} {ratio.limit:g}; over {ratio.baseline})")
+        for name, value in report.figures.items():
+            out.print(f"{name:>22}  {value}")
+        out.print(f"{'machine':>22}  {report.to_dict()['machine']}")
+    missed = [name for name, ratio in report.ratios.items() if not ratio.holds]
+    if missed:
+        raise C2KVError(f"{', '.join(missed)} missed the bar on this machine in this run")

@@ -1,0 +1,76 @@
+"""``c2kv serve``: an OpenAI-shaped endpoint over a store, until it is stopped."""
+
+import json
+import signal
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from c2kv_core.config import load_config
+from serve_app.config import ServeConfig
+
+
+def serve(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further settings; they win.")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="Store to serve documents from.")] = None,
+    model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
+    sidecar: Annotated[
+        str | None, typer.Option(help="Sidecar directory; by default the shipped one.")
+    ] = None,
+    ratio: Annotated[int | None, typer.Option(help="Source tokens per slot the store was made with.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Tenant whose documents are served.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+) -> None:
+    """Serve answers over a store's documents at /v1/chat/completions, until Ctrl-C."""
+    flags = {"store": store, "model": model, "sidecar": sidecar, "ratio": ratio, "namespace": namespace}
+    # JSON is YAML that nothing is read into: a path stays a path, whatever characters it has.
+    given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    run(load_config(ServeConfig, config, [*given, *(overrides or [])]), host=host, port=port)
+
+
+def run(config: ServeConfig, *, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM, then stop all that was started.
+
+    Raises:
+        InputError: a subclass that says what cannot be used; nothing has been started then.
+        C2KVError: the application could not be brought up.
+    """
+    from serve_app.launch import check_port_free, start
+    from serve_app.probe import probe
+
+    check_port_free(host, port)
+    found = probe(config)
+    for remark in found.remarks(config):
+        _say(f"note: {remark}")
+    _say(f"starting {config.model_id} over {found.documents} documents of {config.store} ...")
+
+    from pipelines.ray_session import ray_session
+
+    with ray_session():
+        # Ray puts its own handler in place when it starts, which would leave Serve's processes to themselves.
+        signal.signal(signal.SIGTERM, _interrupt)
+        running = start(config, host=host, port=port)
+        try:
+            _say(f"ready: {running.url}/v1 (model {config.model_id}); stop with Ctrl-C")
+            with suppress(KeyboardInterrupt):
+                while True:
+                    signal.pause()
+            _say("stopping: answers that have begun are finished first")
+        finally:
+            running.stop()
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    """For people: standard output is left to programs."""
+    typer.echo(line, err=True)

@@ -1,0 +1,162 @@
+"""``c2kv store``: look at a store, check it, remove from it."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from c2kv_cli.options import AsJson, print_json
+from c2kv_core.errors import C2KVError, InputError, StoreError
+from c2kv_core.store import IndexRow, KVStore
+
+app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
+
+Uri = Annotated[str, typer.Argument(help="Directory of the store.")]
+Namespace = Annotated[str | None, typer.Option(help="Only this tenant.")]
+Fingerprint = Annotated[str | None, typer.Option(help="Only this fingerprint, or its beginning.")]
+
+
+@app.command("ls")
+def ls(
+    uri: Uri, namespace: Namespace = None, fingerprint: Fingerprint = None, as_json: AsJson = False
+) -> None:
+    """Documents by namespace and fingerprint, with totals."""
+    rows = _rows(uri, namespace, fingerprint)
+    groups = [_totals(*key, group) for key, group in sorted(_grouped(rows).items())]
+    if as_json:
+        print_json({"uri": uri, "groups": groups, "documents": len(rows)})
+        return
+    table = Table("namespace", "fingerprint", "docs", "parts", "slots", "tokens", "MiB", "B/token", box=None)
+    for g in groups:
+        table.add_row(
+            g["namespace"],
+            g["fingerprint"][:12],
+            f"{g['documents']:,}",
+            f"{g['parts']:,}",
+            f"{g['slots']:,}",
+            f"{g['source_tokens']:,}",
+            f"{g['bytes'] / 2**20:,.1f}",
+            f"{g['bytes_per_source_token']:,.0f}",
+        )
+    Console().print(table)
+
+
+@app.command("show")
+def show(
+    uri: Uri,
+    doc_id: Annotated[str, typer.Argument(help="Document id.")],
+    namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Everything recorded of one document, at each fingerprint."""
+    store = KVStore.open(uri)
+    rows = [row for row in store.rows(namespace=namespace) if row.doc_id == doc_id]
+    if not rows:
+        raise InputError(f"no document {doc_id!r} in namespace {namespace!r} of {uri}")
+    text = store.text([doc_id], namespace=namespace).get(doc_id)
+    report: dict[str, Any] = {
+        "id": doc_id,
+        "namespace": namespace,
+        "title": text.title if text else None,
+        "text_characters": len(text.text) if text else None,
+        "records": [row.to_dict() for row in rows],
+    }
+    if as_json:
+        print_json(report)
+        return
+    out = Console(highlight=False)
+    out.print(f"{doc_id}  {report['title'] or ''}")
+    for row in rows:
+        for name, value in row.to_dict().items():
+            out.print(f"  {name:>14}  {value}")
+
+
+@app.command("verify")
+def verify(
+    uri: Uri,
+    namespace: Namespace = None,
+    sample: Annotated[float, typer.Option(help="Share of the records to read, above 0 up to 1.")] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Read and check records; exit code 1 when anything is wrong."""
+    report = KVStore.open(uri).verify(namespace=namespace, fraction=sample)
+    if as_json:
+        print_json({**asdict(report), "ok": report.ok})
+    else:
+        out = Console(highlight=False)
+        out.print(f"{report.documents:,} records, {report.bytes / 2**20:,.1f} MiB read")
+        for problem in report.problems:
+            out.print(f"  {problem.namespace}/{problem.doc_id}: {problem.reason}: {problem.detail}")
+    if not report.ok:
+        raise StoreError(
+            f"{len(report.problems)} of {report.documents} records are damaged; remove them with `c2kv store rm` and "
+            "run `c2kv extract` again"
+        )
+
+
+@app.command("rm")
+def rm(
+    uri: Uri,
+    doc_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Document ids.")],
+    namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """Remove documents at every fingerprint, and their texts; `gc` frees the bytes."""
+    removed = KVStore.open(uri).delete(doc_ids, namespace=namespace)
+    if as_json:
+        print_json({"removed": removed})
+    else:
+        Console().print(f"{removed} records removed")
+    if not removed:
+        raise C2KVError(f"none of these documents is in namespace {namespace!r} of {uri}")
+
+
+@app.command("gc")
+def gc(
+    uri: Uri,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    retention_s: Annotated[
+        float, typer.Option(help="Keep unneeded files younger than this, seconds.")
+    ] = 86_400.0,
+    as_json: AsJson = False,
+) -> None:
+    """Remove shards that no live document needs."""
+    report = KVStore.open(uri).gc(dry_run=dry_run, retention_s=retention_s)
+    if as_json:
+        print_json(asdict(report))
+        return
+    verb = "would be removed" if dry_run else "removed"
+    Console().print(
+        f"{len(report.removed)} files, {report.removed_bytes / 2**20:,.1f} MiB {verb}; "
+        f"{report.live_shards} shards live, {report.kept_young} kept for now"
+    )
+
+
+def _rows(uri: str, namespace: str | None, fingerprint: str | None) -> list[IndexRow]:
+    rows = KVStore.open(uri).rows(namespace=namespace)
+    return [row for row in rows if row.fingerprint.startswith(fingerprint or "")]
+
+
+def _grouped(rows: Iterable[IndexRow]) -> dict[tuple[str, str], list[IndexRow]]:
+    groups: dict[tuple[str, str], list[IndexRow]] = defaultdict(list)
+    for row in rows:
+        groups[row.namespace, row.fingerprint].append(row)
+    return groups
+
+
+def _totals(namespace: str, fingerprint: str, rows: list[IndexRow]) -> dict[str, Any]:
+    tokens, size = sum(row.source_tokens for row in rows), sum(row.length for row in rows)
+    return {
+        "namespace": namespace,
+        "fingerprint": fingerprint,
+        "documents": len(rows),
+        "parts": sum(row.parts for row in rows),
+        "slots": sum(row.slots for row in rows),
+        "source_tokens": tokens,
+        "bytes": size,
+        "bytes_per_source_token": size / tokens,
+    }

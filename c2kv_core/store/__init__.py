@@ -1,0 +1,27 @@
+"""Compressed documents on disk: written once, published by one commit, verified on every read."""
+
+from c2kv_core.store.backends import open_storage
+from c2kv_core.store.gc import GcReport
+from c2kv_core.store.kvstore import KVStore
+from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION
+from c2kv_core.store.miss import Miss, MissReason
+from c2kv_core.store.row import IndexRow
+from c2kv_core.store.storage import Storage, StoredFile
+from c2kv_core.store.texts import SourceText
+from c2kv_core.store.verify import Problem, VerifyReport
+
+__all__ = [
+    "DEFAULT_BUCKETS",
+    "FORMAT_VERSION",
+    "GcReport",
+    "IndexRow",
+    "KVStore",
+    "Miss",
+    "MissReason",
+    "Problem",
+    "SourceText",
+    "Storage",
+    "StoredFile",
+    "VerifyReport",
+    "open_storage",
+]

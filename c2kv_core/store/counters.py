@@ -1,0 +1,22 @@
+"""Counts of what a store was asked and answered."""
+
+import threading
+from collections import Counter
+
+
+class Counters:
+    """Thread-safe running counts since the store was opened."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Raise one count."""
+        with self._lock:
+            self._counts[name] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts now. A name that never happened is absent."""
+        with self._lock:
+            return dict(self._counts)

@@ -1,0 +1,95 @@
+"""``fingerprints/<fingerprint>.json``: the identity behind each fingerprint, readable."""
+
+from dataclasses import asdict
+from typing import Any
+
+from c2kv_core.errors import IdentityError
+from c2kv_core.identity import Identity
+from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.manifest import FORMAT_VERSION
+from c2kv_core.store.names import identity_path
+from c2kv_core.store.record import DTYPES
+from c2kv_core.store.storage import Storage
+
+_SHOWN_CHARACTERS = 16
+"""Enough of a digest to tell two apart."""
+
+
+def check_identity(identity: Identity) -> Identity:
+    """The identity itself, if this release can store its slots.
+
+    Raises:
+        IdentityError: another format version, an unknown dtype or quantisation.
+    """
+    supported: dict[str, list[Any]] = {
+        "format_version": [FORMAT_VERSION],
+        "slot_dtype": sorted(DTYPES),
+        "quantisation": ["none"],
+    }
+    for name, allowed in supported.items():
+        came = getattr(identity, name)
+        if came not in allowed:
+            raise IdentityError(f"expected {name} to be one of {allowed}, got {came!r}")
+    return identity
+
+
+class Identities:
+    """Publishes and explains the identities of a store."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: dict[str, Identity] = {}
+
+    def publish(self, identity: Identity) -> None:
+        """Make the identity readable; must come before any row that names its fingerprint.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        if identity.fingerprint not in self._known:
+            with as_store_error(f"write {identity_path(identity.fingerprint)}"):
+                self._storage.create(identity_path(identity.fingerprint), identity.canonical_json.encode())
+            self._known[identity.fingerprint] = identity
+
+    def load(self, fingerprint: str) -> Identity | None:
+        """The identity behind a fingerprint; None when its file is absent or is not what its name says.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        if fingerprint not in self._known:
+            with as_store_error(f"read {identity_path(fingerprint)}"):
+                try:
+                    text = self._storage.get(identity_path(fingerprint)).to_pybytes()
+                except FileNotFoundError:
+                    return None
+            try:
+                identity = Identity.from_json(text.decode())
+            except (IdentityError, UnicodeDecodeError):
+                return None
+            if identity.fingerprint != fingerprint:
+                return None
+            self._known[fingerprint] = identity
+        return self._known[fingerprint]
+
+    def explain_difference(self, opened: Identity, fingerprints: set[str]) -> str:
+        """Which fields keep ``opened`` from reading what the nearest of other identities made.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        loaded = [identity for name in sorted(fingerprints) if (identity := self.load(name)) is not None]
+        if not loaded:
+            return f"its identity is not readable under fingerprints/ ({', '.join(sorted(fingerprints))})"
+        nearest = min(loaded, key=lambda identity: len(opened.differing_fields(identity)))
+        names = opened.differing_fields(nearest)
+        return "; ".join(
+            f"{name} differs (stored {_show(nearest, name)}, opened {_show(opened, name)})" for name in names
+        )
+
+
+def _show(identity: Identity, name: str) -> str:
+    value: Any = asdict(identity)[name]
+    text = str(value)
+    is_digest = name.endswith("_digest") and len(text) > _SHOWN_CHARACTERS
+    return f"{text[:_SHOWN_CHARACTERS]}…" if is_digest else text

@@ -1,0 +1,113 @@
+"""The Delta table ``index/``: one live row a (namespace, doc_id, fingerprint)."""
+
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+
+from c2kv_core.store.names import INDEX_TABLE, bucket_of
+from c2kv_core.store.row import IndexRow
+from c2kv_core.store.storage import Storage
+from c2kv_core.store.table import Table
+
+INDEX_SCHEMA: pa.Schema = pa.schema(
+    [
+        pa.field("bucket", pa.int32(), nullable=False),
+        pa.field("namespace", pa.string(), nullable=False),
+        pa.field("doc_id", pa.string(), nullable=False),
+        pa.field("fingerprint", pa.string(), nullable=False),
+        pa.field("content_hash", pa.string(), nullable=False),
+        pa.field("shard", pa.string(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int64(), nullable=False),
+        pa.field("parts", pa.int32(), nullable=False),
+        pa.field("slots", pa.int64(), nullable=False),
+        pa.field("source_tokens", pa.int64(), nullable=False),
+        pa.field("created_at", pa.timestamp("us", tz="UTC"), nullable=False),
+        pa.field("head_length", pa.int64(), nullable=False),
+        pa.field("head_checksum", pa.string(), nullable=False),
+    ]
+)
+
+_ROW_GROUP_ROWS = 65_536
+
+_STORED = [name for name in INDEX_SCHEMA.names if name != "bucket"]
+
+
+class Index:
+    """Reads and writes index rows; no cache (see ``reader``)."""
+
+    def __init__(self, storage: Storage, *, buckets: int) -> None:
+        self.buckets = buckets
+        self.table = Table(
+            storage,
+            INDEX_TABLE,
+            schema=INDEX_SCHEMA,
+            key=("namespace", "doc_id", "fingerprint"),
+            row_group_rows=_ROW_GROUP_ROWS,
+        )
+
+    def upsert(self, rows: Iterable[IndexRow]) -> None:
+        """Make these the live rows of their keys in one commit; the last of equal keys counts.
+
+        Raises:
+            StoreError: I/O error or lasting write conflict.
+        """
+        latest = {row.key: row for row in rows}
+        columns = {name: [getattr(row, name) for row in latest.values()] for name in INDEX_SCHEMA.names}
+        self.table.upsert(pa.table(columns, schema=INDEX_SCHEMA))
+
+    def delete(self, namespace: str, doc_ids: Iterable[str]) -> int:
+        """Remove the rows of documents under every fingerprint; how many went."""
+        return self.table.delete(document_keys(namespace, doc_ids, buckets=self.buckets))
+
+    def files(self) -> dict[int, tuple[str, ...]]:
+        """The newest version's files by bucket."""
+        return self.table.files()
+
+    def read(
+        self, paths: Sequence[str], *, namespace: str | None = None, fingerprint: str | None = None
+    ) -> list[IndexRow]:
+        """Rows of index files, of one namespace or fingerprint where named."""
+        table = self.table.read(paths, columns=_STORED, where=_where(namespace, fingerprint))
+        return [
+            IndexRow(bucket=bucket_of(values["namespace"], values["doc_id"], buckets=self.buckets), **values)
+            for values in table.to_pylist()
+        ]
+
+    def rows(self, *, namespace: str | None = None, fingerprint: str | None = None) -> list[IndexRow]:
+        """All live rows now, sorted by key."""
+        paths = [path for paths in self.files().values() for path in paths]
+        return sorted(self.read(paths, namespace=namespace, fingerprint=fingerprint), key=lambda row: row.key)
+
+    def content_hashes(self, *, namespace: str, fingerprint: str) -> dict[str, str]:
+        """Content hash of every live document of one namespace and fingerprint, by id."""
+        paths = [path for paths in self.files().values() for path in paths]
+        table = self.table.read(
+            paths, columns=["doc_id", "content_hash"], where=_where(namespace, fingerprint)
+        )
+        return dict(zip(table["doc_id"].to_pylist(), table["content_hash"].to_pylist(), strict=True))
+
+
+def document_keys(namespace: str, doc_ids: Iterable[str], *, buckets: int) -> pa.Table:
+    """Keys of documents as a table to join with; ids that no row can have are left out."""
+    ids = sorted({doc_id for doc_id in doc_ids if _is_storable(doc_id)})
+    return pa.table(
+        {
+            "bucket": pa.array([bucket_of(namespace, doc_id, buckets=buckets) for doc_id in ids], pa.int32()),
+            "namespace": pa.array([namespace] * len(ids), pa.string()),
+            "doc_id": pa.array(ids, pa.string()),
+        }
+    )
+
+
+def _is_storable(doc_id: str) -> bool:
+    try:
+        doc_id.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _where(namespace: str | None, fingerprint: str | None) -> dict[str, list[str]]:
+    wanted = {"namespace": namespace, "fingerprint": fingerprint}
+    return {name: [value] for name, value in wanted.items() if value is not None}

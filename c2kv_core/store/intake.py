@@ -1,0 +1,39 @@
+"""Checks on documents before they are written: what must hold for a read to succeed."""
+
+from c2kv_core.document import CompressedDocument, StoredDocument
+from c2kv_core.errors import IdentityError, InputError
+from c2kv_core.identity import Identity
+from c2kv_core.store.names import check_doc_id, check_namespace
+
+
+def check_document(document: StoredDocument, identity: Identity) -> None:
+    """That a document can be stored as slots of this identity.
+
+    Raises:
+        InputError: namespace, id, title or parts that cannot be stored.
+        IdentityError: a part of another geometry, dtype or ratio.
+    """
+    check_namespace(document.namespace)
+    check_doc_id(document.doc_id)
+    if not document.parts:
+        raise InputError(f"expected at least one part in document {document.doc_id!r}, got none")
+    for index, part in enumerate(document.parts):
+        _check_part(part, identity, f"part {index} of document {document.doc_id!r}")
+
+
+def _check_part(part: CompressedDocument, identity: Identity, where: str) -> None:
+    geometry = identity.geometry
+    expected = (geometry.layers, geometry.kv_heads, part.num_slots, geometry.head_dim)
+    for name, tensor in (("keys", part.keys), ("values", part.values)):
+        came = tuple(tensor.shape)
+        if came != expected:
+            raise IdentityError(f"expected {name} of shape (L, K, M, H) = {expected} in {where}, got {came}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype != identity.slot_dtype:
+            raise IdentityError(
+                f"expected {name} of dtype {identity.slot_dtype} in {where}, got {dtype}: convert with .to()"
+            )
+    if part.ratio != identity.ratio:
+        raise IdentityError(f"expected ratio {identity.ratio} in {where}, got {part.ratio}")
+    if part.num_tokens < 0:
+        raise InputError(f"expected num_tokens of 0 or more in {where}, got {part.num_tokens}")

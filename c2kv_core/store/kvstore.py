@@ -1,0 +1,339 @@
+"""The store of compressed documents: shards for bytes, one Delta commit for what counts."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from c2kv_core.document import StoredDocument
+from c2kv_core.errors import IdentityError, InputError, StoreError, StoreFormatError
+from c2kv_core.identity import Identity
+from c2kv_core.store.backends import open_storage
+from c2kv_core.store.counters import Counters
+from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.fetch import fetch_document
+from c2kv_core.store.gc import DEFAULT_RETENTION_S, GcReport, collect_garbage
+from c2kv_core.store.identities import Identities, check_identity
+from c2kv_core.store.index import Index
+from c2kv_core.store.intake import check_document
+from c2kv_core.store.manifest import (
+    DEFAULT_BUCKETS,
+    Manifest,
+    check_can_hold_store,
+    read_manifest,
+    write_manifest,
+)
+from c2kv_core.store.miss import Miss
+from c2kv_core.store.names import bucket_of, check_namespace, check_run
+from c2kv_core.store.reader import DEFAULT_REFRESH_S, IndexReader
+from c2kv_core.store.row import IndexRow
+from c2kv_core.store.storage import Storage
+from c2kv_core.store.texts import SourceText, Texts
+from c2kv_core.store.verify import VerifyReport, verify_rows
+from c2kv_core.store.writer import write_shard
+
+
+class KVStore:
+    """Documents as verified KV slots under one identity, by namespace and id.
+
+    Slots of several identities lie side by side; a store opened with one reads and writes only that.
+    Opened without one it lists, verifies, deletes and collects garbage. Safe to share between threads;
+    each process opens its own.
+    """
+
+    def __init__(
+        self, storage: Storage, manifest: Manifest, *, identity: Identity | None, index_refresh_s: float
+    ) -> None:
+        """Use ``KVStore.open``."""
+        self._storage = storage
+        self._buckets = manifest.buckets
+        self._identity = identity
+        self._fingerprint = None if identity is None else identity.fingerprint
+        self._index = Index(storage, buckets=manifest.buckets)
+        self._texts = Texts(storage, buckets=manifest.buckets)
+        self._identities = Identities(storage)
+        self._reader = IndexReader(self._index, refresh_s=index_refresh_s)
+        self._counters = Counters()
+
+    @classmethod
+    def open(
+        cls,
+        uri: str | os.PathLike[str],
+        *,
+        identity: Identity | None = None,
+        create: bool = False,
+        buckets: int = DEFAULT_BUCKETS,
+        index_refresh_s: float = DEFAULT_REFRESH_S,
+    ) -> Self:
+        """Open the store at a local directory.
+
+        Args:
+            uri: path or ``file://`` URI.
+            identity: of the slots to read and write; needed by all that touches slots.
+            create: make the store if the directory is absent or empty. Racing creators are fine.
+            buckets: partitions of the index of a store made now; an existing store keeps its own.
+            index_refresh_s: how old a reader's view of other processes' commits may be, in seconds.
+
+        Raises:
+            InputError: a URI that cannot hold a store.
+            StoreFormatError: no store there, something else, or another format version.
+            IdentityError: an identity that this release cannot store.
+            StoreError: I/O error.
+        """
+        storage = open_storage(uri)
+        if identity is not None:
+            check_identity(identity)
+        manifest = read_manifest(storage)
+        if manifest is None and not create:
+            raise StoreFormatError(f"no store at {storage.uri}; create one with `c2kv extract`")
+        if manifest is None:
+            manifest = _create(storage, buckets=buckets)
+        return cls(storage, manifest, identity=identity, index_refresh_s=index_refresh_s)
+
+    @property
+    def uri(self) -> str:
+        """Where the store lies."""
+        return self._storage.uri
+
+    @property
+    def identity(self) -> Identity | None:
+        """What the store was opened with."""
+        return self._identity
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Counts since opening: ``hit``, ``hit_bytes``, ``miss`` and ``miss_<reason>``."""
+        return self._counters.snapshot()
+
+    def put(
+        self, documents: Sequence[StoredDocument], *, texts: Iterable[SourceText] = (), run: str = "put"
+    ) -> list[IndexRow]:
+        """Store documents, replacing those of the same namespace and id; all visible at once.
+
+        Raises:
+            InputError: a document or text that cannot be stored.
+            IdentityError: opened without an identity, or a document of another.
+            StoreError: I/O error or lasting write conflict; nothing became visible.
+        """
+        rows = self.write_shard(documents, run=run)
+        self.commit(rows, texts=texts)
+        return rows
+
+    def write_shard(self, documents: Sequence[StoredDocument], *, run: str) -> list[IndexRow]:
+        """Write documents to a new shard (one a namespace), durable and read back, not yet visible.
+
+        For many processes at once; hand the rows to one ``commit``. A shard whose rows are never
+        committed is removed by ``gc``.
+
+        Args:
+            documents: of any namespaces.
+            run: name of the job, a folder under ``shards/``.
+
+        Raises:
+            InputError: a document or run name that cannot be stored.
+            IdentityError: opened without an identity, or a document of another.
+            StoreError: I/O error.
+        """
+        identity = self._required_identity("write slots")
+        check_run(run)
+        by_namespace: defaultdict[str, list[StoredDocument]] = defaultdict(list)
+        for document in documents:
+            check_document(document, identity)
+            by_namespace[document.namespace].append(document)
+        if documents:
+            self._identities.publish(identity)
+        return [
+            row
+            for group in by_namespace.values()
+            for row in write_shard(self._storage, group, identity=identity, run=run, buckets=self._buckets)
+        ]
+
+    def commit(self, rows: Iterable[IndexRow], *, texts: Iterable[SourceText] = ()) -> None:
+        """Make written documents live in one atomic commit, replacing earlier ones of the same keys.
+
+        Texts are committed before, so a live document's text can always be read. Of rows with equal keys
+        the last counts. Committing the same rows again changes nothing.
+
+        Raises:
+            InputError: rows of a store with another number of buckets, or texts that cannot be stored.
+            StoreError: a row's shard is gone, I/O error, or lasting write conflict.
+        """
+        rows = list(rows)
+        self._check_committable(rows)
+        self._texts.upsert(texts)
+        self._index.upsert(rows)
+        self._reader.invalidate()
+
+    def get(self, ids: Iterable[str], *, namespace: str) -> dict[str, StoredDocument | Miss]:
+        """Documents by id, each whole and verified, or why not.
+
+        Tensors are views of the mapped shard: read only, and valid as long as they are held. Other
+        processes' commits are seen within ``index_refresh_s``, one's own at once.
+
+        Raises:
+            InputError: a malformed namespace, or a string instead of a list of ids.
+            IdentityError: opened without an identity.
+            StoreError: the index cannot be read.
+        """
+        identity = self._required_identity("read slots")
+        found = self._reader.lookup(check_namespace(namespace), _listed(ids))
+        return {doc_id: self._read(doc_id, rows, identity) for doc_id, rows in found.items()}
+
+    def delete(self, ids: Iterable[str], *, namespace: str) -> int:
+        """Remove documents under every identity, and their texts; how many index rows went.
+
+        Safe to repeat: an interrupted delete is finished by the next. The bytes of the slots stay in
+        their shards until ``gc`` finds those without a live document.
+
+        Raises:
+            InputError: a malformed namespace, or a string instead of a list of ids.
+            StoreError: I/O error or lasting write conflict.
+        """
+        check_namespace(namespace)
+        wanted = _listed(ids)
+        removed = self._index.delete(namespace, wanted)
+        self._reader.invalidate()
+        self._texts.delete(namespace, wanted)
+        return removed
+
+    def text(self, ids: Iterable[str], *, namespace: str) -> dict[str, SourceText]:
+        """Source texts by id; ids without one are left out. Always the newest version.
+
+        Raises:
+            InputError: a malformed namespace, or a string instead of a list of ids.
+            StoreError: the table cannot be read.
+        """
+        return self._texts.get(check_namespace(namespace), _listed(ids))
+
+    def rows(self, *, namespace: str | None = None, fingerprint: str | None = None) -> list[IndexRow]:
+        """All live rows now, sorted by namespace, id and fingerprint.
+
+        Raises:
+            StoreError: the index cannot be read.
+        """
+        return self._index.rows(namespace=namespace, fingerprint=fingerprint)
+
+    def content_hashes(self, *, namespace: str) -> dict[str, str]:
+        """Content hash by id of all documents live now under the opened identity.
+
+        Raises:
+            InputError: a malformed namespace, or a string instead of a list of ids.
+            IdentityError: opened without an identity.
+            StoreError: the index cannot be read.
+        """
+        identity = self._required_identity("compare contents")
+        return self._index.content_hashes(
+            namespace=check_namespace(namespace), fingerprint=identity.fingerprint
+        )
+
+    def explain_missing(self, namespace: str) -> str | None:
+        """Why a namespace with documents has none to read: the fields in which the nearest identity differs.
+
+        None when it has documents of the opened identity, or none at all.
+
+        Raises:
+            IdentityError: opened without an identity.
+            StoreError: the index cannot be read.
+        """
+        identity = self._required_identity("read slots")
+        fingerprints = {row.fingerprint for row in self.rows(namespace=check_namespace(namespace))}
+        if not fingerprints or identity.fingerprint in fingerprints:
+            return None
+        return (
+            f"store holds documents of another model or setting in namespace {namespace!r}: "
+            f"{self._identities.explain_difference(identity, fingerprints)}"
+        )
+
+    def require_identity(self, namespace: str) -> None:
+        """Refuse a namespace that holds documents, but only of other identities.
+
+        Raises:
+            IdentityError: names the differing fields.
+            StoreError: the index cannot be read.
+        """
+        explanation = self.explain_missing(namespace)
+        if explanation is not None:
+            raise IdentityError(f"{explanation}; open with what made them, or extract again")
+
+    def verify(self, *, namespace: str | None = None, fraction: float = 1.0, seed: int = 0) -> VerifyReport:
+        """Read and check all live records of all identities, or a random fraction of them.
+
+        Raises:
+            InputError: fraction not in (0, 1].
+            StoreError: the index cannot be read.
+        """
+        return verify_rows(
+            self._storage, self._identities, self.rows(namespace=namespace), fraction=fraction, seed=seed
+        )
+
+    def gc(self, *, dry_run: bool = False, retention_s: float = DEFAULT_RETENTION_S) -> GcReport:
+        """Remove shards without a live document, and unfinished files, older than the retention.
+
+        Shards that still hold one live document stay whole, deleted documents' bytes included.
+
+        Args:
+            dry_run: only report.
+            retention_s: seconds; must exceed any running job's time from writing a shard to its commit.
+
+        Raises:
+            InputError: negative retention.
+            StoreError: I/O error.
+        """
+        return collect_garbage(self._storage, self._index, retention_s=retention_s, dry_run=dry_run)
+
+    def _read(self, doc_id: str, rows: tuple[IndexRow, ...], identity: Identity) -> StoredDocument | Miss:
+        own = next((row for row in rows if row.fingerprint == self._fingerprint), None)
+        outcome: StoredDocument | Miss
+        if own is not None:
+            outcome = fetch_document(self._storage, own, identity=identity)
+        elif rows:
+            difference = self._identities.explain_difference(identity, {row.fingerprint for row in rows})
+            outcome = Miss(reason="other_identity", detail=f"stored under another identity: {difference}")
+        else:
+            outcome = Miss(reason="not_found", detail=f"no document {doc_id!r}")
+        self._count(outcome)
+        return outcome
+
+    def _count(self, outcome: StoredDocument | Miss) -> None:
+        if isinstance(outcome, Miss):
+            self._counters.add("miss")
+            self._counters.add(f"miss_{outcome.reason}")
+        else:
+            self._counters.add("hit")
+            self._counters.add("hit_bytes", outcome.kv_bytes)
+
+    def _check_committable(self, rows: Sequence[IndexRow]) -> None:
+        for row in rows:
+            if row.bucket != bucket_of(row.namespace, row.doc_id, buckets=self._buckets):
+                raise InputError(
+                    f"row of {row.doc_id!r} was written for a store of another number of buckets"
+                )
+        with as_store_error("look for shards to commit"):
+            for shard in {row.shard for row in rows}:
+                if not self._storage.exists(shard):
+                    raise StoreError(
+                        f"cannot commit: the shard {shard} is gone; was gc run with a short retention?"
+                    )
+
+    def _required_identity(self, doing: str) -> Identity:
+        if self._identity is None:
+            raise IdentityError(f"cannot {doing}: open the store with identity=...")
+        return self._identity
+
+
+def _listed(ids: Iterable[str]) -> list[str]:
+    if isinstance(ids, str):  # would be taken for a list of one-letter ids
+        raise InputError(f"expected a list of document ids, got the string {ids!r}")
+    return list(ids)
+
+
+def _create(storage: Storage, *, buckets: int) -> Manifest:
+    check_can_hold_store(storage, buckets=buckets)
+    with as_store_error(f"create the store at {storage.uri}"):
+        Index(storage, buckets=buckets).table.create()
+        Texts(storage, buckets=buckets).table.create()
+    write_manifest(storage, buckets=buckets)
+    manifest = read_manifest(storage)  # another creator's, if that was first
+    if manifest is None:
+        raise StoreError(f"cannot create the store at {storage.uri}: store.json is gone again")
+    return manifest

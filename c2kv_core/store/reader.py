@@ -1,0 +1,65 @@
+"""Looking up index rows from memory: a bucket is read once and again only when its files change."""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from c2kv_core.store.index import Index
+from c2kv_core.store.names import bucket_of
+from c2kv_core.store.row import IndexRow
+
+DEFAULT_REFRESH_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bucket:
+    """One bucket of one namespace as of some version."""
+
+    files: tuple[str, ...]
+    rows: dict[str, tuple[IndexRow, ...]]
+    """By id, a row a fingerprint."""
+
+
+class IndexReader:
+    """A cached view of the index, at most ``refresh_s`` seconds old. Safe to share between threads."""
+
+    def __init__(self, index: Index, *, refresh_s: float = DEFAULT_REFRESH_S) -> None:
+        self._index = index
+        self._refresh_s = refresh_s
+        self._lock = threading.Lock()
+        self._files: dict[int, tuple[str, ...]] = {}
+        self._expires_s = 0.0
+        """By the monotonic clock; 0 is long ago."""
+        self._buckets: dict[tuple[str, int], _Bucket] = {}
+
+    def invalidate(self) -> None:
+        """Look for a new version at the next lookup: the caller has committed."""
+        with self._lock:
+            self._expires_s = 0.0
+
+    def lookup(self, namespace: str, doc_ids: Iterable[str]) -> dict[str, tuple[IndexRow, ...]]:
+        """Rows by id, a row a fingerprint, all as of one version; none for an unknown id.
+
+        Raises:
+            StoreError: the index cannot be read.
+        """
+        with self._lock:
+            self._refresh()
+            return {doc_id: self._bucket(namespace, doc_id).rows.get(doc_id, ()) for doc_id in doc_ids}
+
+    def _refresh(self) -> None:
+        if time.monotonic() >= self._expires_s:
+            self._files = self._index.files()
+            self._expires_s = time.monotonic() + self._refresh_s
+
+    def _bucket(self, namespace: str, doc_id: str) -> _Bucket:
+        number = bucket_of(namespace, doc_id, buckets=self._index.buckets)
+        files = self._files.get(number, ())
+        held = self._buckets.get((namespace, number))
+        if held is None or held.files != files:
+            rows: dict[str, tuple[IndexRow, ...]] = {}
+            for row in self._index.read(files, namespace=namespace):
+                rows[row.doc_id] = (*rows.get(row.doc_id, ()), row)
+            held = self._buckets[namespace, number] = _Bucket(files=files, rows=rows)
+        return held

@@ -1,0 +1,156 @@
+"""The record: one document as one Arrow record batch, a row a part.
+
+A record describes itself: all columns before ``kv`` say what the bytes are, ``kv`` holds them laid out
+(layer, k/v, head, slot, dim). Arrow aligns buffers to 8 bytes only, so each ``kv`` value starts with up to
+63 zero bytes that bring its KV to a 64-byte offset of the *file*; ``kv_offset`` counts them.
+
+The record's *head* is everything before the first ``kv`` value. All bytes are covered: the head by a
+checksum in the index row, KV by a checksum a layer, padding by being zero.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from c2kv_core.document import CompressedDocument, StoredDocument
+from c2kv_core.store.checksum import CHECKSUM_BYTES, layer_checksums, part_checksum
+
+ALIGNMENT_BYTES = 64
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Slot dtypes by the name that identities and records carry."""
+
+
+def _columns() -> list[pa.Field]:
+    types: dict[str, pa.DataType] = {
+        "namespace": pa.string(),
+        "doc_id": pa.string(),
+        "content_hash": pa.string(),
+        "title": pa.string(),
+        "part_index": pa.int32(),
+        "part_count": pa.int32(),
+        "fingerprint": pa.string(),
+        "source_tokens": pa.int64(),
+        "slots": pa.int64(),
+        "ratio": pa.int32(),
+        "dtype": pa.string(),
+        "quantisation": pa.string(),
+        "layers": pa.int32(),
+        "kv_heads": pa.int32(),
+        "head_dim": pa.int32(),
+        "kv_offset": pa.int64(),
+        "kv_length": pa.int64(),
+        "slot_positions": pa.list_(pa.field("item", pa.int32(), nullable=False)),
+        "layer_checksums": pa.list_(pa.field("item", pa.binary(CHECKSUM_BYTES), nullable=False)),
+        "checksum": pa.binary(CHECKSUM_BYTES),
+        "kv": pa.large_binary(),  # last: a reader can check all else before it, a layer at a time after
+    }
+    return [pa.field(name, type_, nullable=False) for name, type_ in types.items()]
+
+
+RECORD_SCHEMA: pa.Schema = pa.schema(_columns(), metadata={"c2kv.record": "1"})
+
+METADATA = tuple(
+    name
+    for name in RECORD_SCHEMA.names
+    if name not in ("slot_positions", "layer_checksums", "checksum", "kv")
+)
+"""The scalar columns, which a part's checksum covers together with positions and layer sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedRecord:
+    """A document ready to be written at one offset of a shard."""
+
+    batch: pa.RecordBatch
+    head_length: int
+    """Bytes from the start of the message to the first ``kv`` value."""
+
+
+def encode_record(
+    document: StoredDocument, *, fingerprint: str, quantisation: str, record_start: int
+) -> EncodedRecord:
+    """A document as the record batch that goes to offset ``record_start`` (bytes) of a file."""
+    rows = [_describe(document, index, fingerprint, quantisation) for index in range(len(document.parts))]
+    # Nothing about the layout of the head depends on the values filled in below.
+    head_length = _batch(rows, pa.array([b""] * len(rows), pa.large_binary())).serialize().size
+    values_length = 0
+    for row in rows:
+        row["kv_offset"] = -(record_start + head_length + values_length) % ALIGNMENT_BYTES
+        values_length += row["kv_offset"] + row["kv_length"]
+    kv = _fill(document, rows, values_length)
+    return EncodedRecord(batch=_batch(rows, kv), head_length=head_length)
+
+
+def kv_shape(part: CompressedDocument) -> tuple[int, int, int, int, int]:
+    """(L, 2, K, M, H), the layout of a part's KV bytes."""
+    layers, kv_heads, slots, head_dim = part.keys.shape
+    return (layers, 2, kv_heads, slots, head_dim)
+
+
+def _describe(document: StoredDocument, index: int, fingerprint: str, quantisation: str) -> dict[str, Any]:
+    part = document.parts[index]
+    layers, _, kv_heads, slots, head_dim = kv_shape(part)
+    return {
+        "namespace": document.namespace,
+        "doc_id": document.doc_id,
+        "content_hash": document.content_hash,
+        "title": document.title,
+        "part_index": index,
+        "part_count": len(document.parts),
+        "fingerprint": fingerprint,
+        "source_tokens": part.num_tokens,
+        "slots": slots,
+        "ratio": part.ratio,
+        "dtype": str(part.keys.dtype).removeprefix("torch."),
+        "quantisation": quantisation,
+        "layers": layers,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "kv_offset": 0,
+        "kv_length": part.kv_bytes,
+        "slot_positions": part.slot_positions.to("cpu", torch.int32).numpy(),
+        "layer_checksums": [bytes(CHECKSUM_BYTES)] * layers,
+        "checksum": bytes(CHECKSUM_BYTES),
+    }
+
+
+def _fill(document: StoredDocument, rows: list[dict[str, Any]], values_length: int) -> pa.Array:
+    """The ``kv`` column; also enters the checksums of what it copies into the rows."""
+    values = torch.zeros(values_length, dtype=torch.uint8)
+    ends = [0]
+    for part, row in zip(document.parts, rows, strict=True):
+        start = ends[-1] + row["kv_offset"]
+        ends.append(start + row["kv_length"])
+        _copy_kv(part, values[start : ends[-1]])
+        kv = pa.py_buffer(values.numpy()).slice(start, row["kv_length"])
+        row["layer_checksums"] = layer_checksums(kv, layers=row["layers"])
+        row["checksum"] = part_checksum(
+            {name: row[name] for name in METADATA},
+            slot_positions=row["slot_positions"],
+            layer_sums=row["layer_checksums"],
+        )
+    offsets = pa.array(ends, pa.int64()).buffers()[1]
+    return pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(rows), [None, offsets, pa.py_buffer(values.numpy())]
+    )
+
+
+def _copy_kv(part: CompressedDocument, target: Tensor) -> None:
+    # The one copy on the way out: straight from the model's tensors, wherever they are, to file order.
+    if part.kv_bytes:
+        kv_L2KMH = target.view(part.keys.dtype).view(kv_shape(part))
+        kv_L2KMH[:, 0].copy_(part.keys)
+        kv_L2KMH[:, 1].copy_(part.values)
+
+
+def _batch(rows: list[dict[str, Any]], kv: pa.Array) -> pa.RecordBatch:
+    columns = [pa.array([row[f.name] for row in rows], f.type) for f in RECORD_SCHEMA if f.name != "kv"]
+    return pa.RecordBatch.from_arrays([*columns, kv], schema=RECORD_SCHEMA)
