@@ -6,7 +6,9 @@ import click
 import typer
 
 from c2kv_cli.bench import app as bench_app
+from c2kv_cli.demo import demo
 from c2kv_cli.extract import extract
+from c2kv_cli.serve import serve
 from c2kv_cli.store import app as store_app
 from c2kv_core.errors import C2KVError
 
@@ -20,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("extract")(extract)
+app.command("serve")(serve)
+app.command("demo")(demo)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
 

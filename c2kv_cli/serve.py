@@ -1,22 +1,19 @@
 """``c2kv serve``: an OpenAI-shaped endpoint over a store, until it is stopped."""
 
-import json
 import signal
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
-from c2kv_core.config import load_config
+from c2kv_cli.options import ConfigFile, Overrides, resolve
 from serve_app.config import ServeConfig
 
 
 def serve(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Further settings; they win.")
-    ] = None,
+    overrides: Overrides = None,
+    config: ConfigFile = None,
     store: Annotated[str | None, typer.Option(help="Store to serve documents from.")] = None,
     model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
     sidecar: Annotated[
@@ -26,13 +23,19 @@ def serve(
     namespace: Annotated[str | None, typer.Option(help="Tenant whose documents are served.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
 ) -> None:
     """Serve answers over a store's documents at /v1/chat/completions, until Ctrl-C."""
-    flags = {"store": store, "model": model, "sidecar": sidecar, "ratio": ratio, "namespace": namespace}
-    # JSON is YAML that nothing is read into: a path stays a path, whatever characters it has.
-    given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
-    run(load_config(ServeConfig, config, [*given, *(overrides or [])]), host=host, port=port)
+    settings = resolve(
+        ServeConfig,
+        config,
+        overrides,
+        store=store,
+        model=model,
+        sidecar=sidecar,
+        ratio=ratio,
+        namespace=namespace,
+    )
+    run(settings, host=host, port=port)
 
 
 def run(config: ServeConfig, *, host: str, port: int) -> None:

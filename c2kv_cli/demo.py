@@ -1,0 +1,137 @@
+"""``c2kv demo``: extract the example corpus, serve it, ask it, and show slots beside full prefill."""
+
+import json
+import os
+import random
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from c2kv_cli.demo_questions import Answer, DemoQuestion, ask_full, ask_slots, read_questions
+from c2kv_cli.options import AsJson, print_json
+from c2kv_core.errors import InputError
+from pipelines.extract import extract
+from pipelines.extract_config import ExtractConfig
+from pipelines.plan import corpus_documents
+from pipelines.ray_session import ray_session
+from serve_app.config import ServeConfig
+from serve_app.launch import Running, start
+from serve_app.probe import probe
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SHOWN = 3
+"""Questions asked by default."""
+SEED = 7
+
+
+def demo(
+    questions: Annotated[int, typer.Option(min=1, help="How many of the ten questions to ask.")] = SHOWN,
+    store: Annotated[
+        Path | None, typer.Option(help="Keep the store in this directory; a temporary one by default.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Alias, Hugging Face directory or hub id.")
+    ] = ServeConfig.model_fields["model"].default,
+    sidecar: Annotated[
+        str | None, typer.Option(help="Sidecar directory; the shipped one by default.")
+    ] = None,
+    ratio: Annotated[int, typer.Option(min=1, help="Source tokens per slot.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Extract the example documents, serve them on Ray, ask questions; slots beside full prefill."""
+    out = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    corpus = EXAMPLES / "corpus"
+    chosen = read_questions(EXAMPLES / "questions.jsonl")
+    if not corpus.is_dir():
+        raise InputError(
+            f"expected the example documents in {corpus}; run the demo from a clone of the project"
+        )
+    random.Random(SEED).shuffle(chosen)
+    with _store_directory(store) as directory, ray_session():
+        settings: dict[str, Any] = {"store": str(directory), "model": model, "sidecar": sidecar}
+        out.print(
+            f"1. Extracting the documents of {os.path.relpath(corpus)} at {ratio} source tokens per slot ..."
+        )
+        report = extract(ExtractConfig(corpus=str(corpus), ratios=(ratio,), **settings))
+        out.print(
+            f"   {report.documents} documents: {report.extracted} extracted, {report.unchanged} unchanged; "
+            f"{report.source_tokens:,} tokens became {report.slots:,} slots, {report.stored_bytes / 2**20:.1f} MiB"
+        )
+        config = ServeConfig(ratio=ratio, torch_threads=os.cpu_count(), **settings)
+        for remark in probe(config).remarks(config):
+            out.print(f"   Note: {remark}")
+        out.print("2. Serving them with Ray Serve ...")
+        running = start(config, port=_free_port())
+        try:
+            out.print(f"   {running.url}/v1/chat/completions")
+            answers = _ask_all(running, config, corpus, chosen[:questions], out)
+        finally:
+            out.print("4. Stopping the server and Ray ...")
+            running.stop()
+    if as_json:
+        print_json({"extract": report.to_dict(), "answers": [a.to_dict() for a in answers]})
+
+
+def _ask_all(
+    running: Running, config: ServeConfig, corpus: Path, questions: list[DemoQuestion], out: Console
+) -> list[Answer]:
+    from openai import OpenAI
+
+    texts = {d.doc_id: d for d in corpus_documents(corpus)}
+    # The server has no keys on loopback; the client insists on one.
+    with OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+        out.print(
+            "3. Asking, warm server. Slots: documents read from the store. Full: the same text prefilled.\n"
+        )
+        # The first request of a process pays for things that no later one does.
+        ask_full(client, config.model_id, questions[0], [])
+        answers = []
+        for question in questions:
+            slots = ask_slots(client, config.model_id, question)
+            full = ask_full(client, config.model_id, question, [texts[i] for i in question.documents])
+            answer = Answer(question=question, slots=slots, full=full)
+            answers.append(answer)
+            _show(answer, out)
+    return answers
+
+
+def _show(answer: Answer, out: Console) -> None:
+    out.print(f"   Q: {answer.question.text}   (expected: {' or '.join(answer.question.answers)})")
+    for name, reply in (("slots", answer.slots), ("full", answer.full)):
+        verdict = "correct" if reply.correct(answer.question) else "wrong"
+        out.print(f"      {name:>5}: {json.dumps(reply.text, ensure_ascii=False)}  [{verdict}]", markup=False)
+    for used in answer.slots.documents:
+        out.print(
+            f"         {used['id']:<36} {used['tier']:<7} {used['source_tokens']:>5} tokens -> "
+            f"{used['slots']:>4} slots {used['bytes'] / 1024:>7.0f} KiB"
+        )
+    speedup = answer.full.first_token_s / answer.slots.first_token_s
+    out.print(
+        f"      TTFT {answer.slots.first_token_s * 1000:.0f} ms from slots, "
+        f"{answer.full.first_token_s * 1000:.0f} ms with full prefill of {answer.full.prompt_tokens:,} tokens "
+        f"({speedup:.1f} times)\n"
+    )
+
+
+@contextmanager
+def _store_directory(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="c2kv-demo-") as folder:
+        yield Path(folder)
+
+
+def _free_port() -> int:
+    """A port that is free now, outside the range of Ray's workers."""
+    for port in range(8000, 9000):
+        with socket.socket() as probe_socket:
+            if probe_socket.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise InputError("expected a free port from 8000 to 8999, found none")
