@@ -2,7 +2,6 @@
 
 import sys
 
-import click
 import typer
 
 from c2kv_cli.bench import app as bench_app
@@ -10,7 +9,7 @@ from c2kv_cli.demo import demo
 from c2kv_cli.extract import extract
 from c2kv_cli.serve import serve
 from c2kv_cli.store import app as store_app
-from c2kv_core.errors import C2KVError
+from c2kv_core.errors import C2KVError, InputError
 
 INTERRUPTED = 130
 
@@ -39,9 +38,15 @@ def main() -> None:
         code = app(standalone_mode=False)
     except C2KVError as error:
         _fail(str(error), error.exit_code)
-    except click.ClickException as error:
-        _fail(error.format_message(), error.exit_code)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except typer.TyperException as error:
+        # Wrong flags and arguments; their message is Typer's own.
+        describe = getattr(error, "format_message", error.__str__)
+        message = " ".join(describe().split())
+        if not message:
+            # A command without its arguments: its help has been shown.
+            sys.exit(InputError.exit_code)
+        _fail(message, InputError.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -16,7 +16,7 @@ from typing import Any
 from c2kv_core.config import to_yaml
 from c2kv_core.errors import C2KVError
 from c2kv_core.identity import Identity
-from c2kv_core.store import IndexRow, KVStore, SourceText, open_storage
+from c2kv_core.store import IndexRow, KVStore, SourceText, check_namespace, open_storage
 from c2kv_core.text import content_hash
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_report import ExtractReport, Skipped
@@ -58,6 +58,7 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
         C2KVError: a document got lost on the way, or nothing finished for ``stall_timeout_s``.
     """
     spec = config.spec()
+    check_namespace(config.namespace)
     identities = spec.identities()
     trained = spec.sidecar_directory() is not None
     stored = {k: _stored_hashes(config, identity) for k, identity in identities.items()}
@@ -74,6 +75,7 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
     )
     if plan.pending:
         started = time.monotonic()
+        KVStore.open(config.store, create=True)
         with ray_session():
             _run(config, plan, report, progress)
         report.elapsed_s = time.monotonic() - started
@@ -86,9 +88,9 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
 
 
 def _stored_hashes(config: ExtractConfig, identity: Identity) -> Mapping[str, str]:
-    """Content hashes under one identity; opening the store for writing makes it when absent."""
-    store = KVStore.open(config.store, identity=identity, create=True)
-    return store.content_hashes(namespace=config.namespace)
+    """Content hashes under one identity; none where there is no store yet."""
+    store = KVStore.find(config.store, identity=identity)
+    return store.content_hashes(namespace=config.namespace) if store else {}
 
 
 def _run(
@@ -112,6 +114,7 @@ def _outcomes(config: ExtractConfig, plan: ExtractPlan, run: str) -> Iterator[di
     """Rows of ``extract_stage.OUT_SCHEMA`` as they are finished."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext
+    from ray.exceptions import RayError
 
     from pipelines.corpus_datasource import PendingDocuments
     from pipelines.extract_stage import ExtractStage
@@ -146,8 +149,14 @@ def _outcomes(config: ExtractConfig, plan: ExtractPlan, run: str) -> Iterator[di
             max_restarts=2,
             max_task_retries=2,
         )
-    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-        yield from batch.to_pylist()
+    try:
+        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            yield from batch.to_pylist()
+    except RayError as error:
+        cause = str(error).strip().splitlines()[-1]
+        raise C2KVError(
+            f"the job stopped: {cause}; what was published stays, run the same command again to go on"
+        ) from error
 
 
 READER_CPUS = 0.5

@@ -1,9 +1,12 @@
 """Options and fixtures shared by all tests."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from pipelines.ray_session import ray_session
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
 
@@ -35,3 +38,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray for all tests that need it; jobs join it as they join a cluster."""
+    with ray_session(num_cpus=8):
+        yield

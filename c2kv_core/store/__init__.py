@@ -5,6 +5,7 @@ from c2kv_core.store.gc import GcReport
 from c2kv_core.store.kvstore import KVStore
 from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION
 from c2kv_core.store.miss import Miss, MissReason
+from c2kv_core.store.names import check_namespace
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage, StoredFile
 from c2kv_core.store.texts import SourceText
@@ -23,5 +24,6 @@ __all__ = [
     "Storage",
     "StoredFile",
     "VerifyReport",
+    "check_namespace",
     "open_storage",
 ]

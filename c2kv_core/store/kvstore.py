@@ -90,6 +90,21 @@ class KVStore:
             manifest = _create(storage, buckets=buckets)
         return cls(storage, manifest, identity=identity, index_refresh_s=index_refresh_s)
 
+    @classmethod
+    def find(cls, uri: str | os.PathLike[str], *, identity: Identity | None = None) -> Self | None:
+        """The store at a local directory, or None where one can be made: for checks that must write nothing.
+
+        Raises:
+            InputError: a URI that cannot hold a store.
+            StoreFormatError: something else is there, or a store of another format version.
+            StoreError: I/O error.
+        """
+        storage = open_storage(uri)
+        if read_manifest(storage) is None:
+            check_can_hold_store(storage, buckets=DEFAULT_BUCKETS)
+            return None
+        return cls.open(uri, identity=identity)
+
     @property
     def uri(self) -> str:
         """Where the store lies."""

@@ -1,0 +1,130 @@
+"""Reading a corpus: every form, every fault with its place."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from c2kv_core import SourceDocument
+from c2kv_core.errors import CorpusError
+from c2kv_core.text import content_hash
+from pipelines.plan import corpus_documents, plan_extraction
+
+ROWS = [
+    {"id": "a/1", "title": "Ash", "text": "The ash has grey bark."},
+    {"id": "ü", "title": None, "text": "Text without a title.\nTwo lines."},
+    {"id": "c", "text": "No title key."},
+]
+EXPECTED = [SourceDocument(str(r["id"]), str(r.get("title") or ""), str(r["text"])) for r in ROWS]
+
+
+def write_jsonl(file: Path, rows: list[object]) -> Path:
+    """One JSON value a line."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    file.write_bytes(gzip.compress(text.encode()) if file.suffix == ".gz" else text.encode())
+    return file
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.gz"])
+def test_json_lines_with_and_without_gzip(tmp_path: Path, name: str) -> None:
+    assert list(corpus_documents(write_jsonl(tmp_path / name, list(ROWS)))) == EXPECTED
+
+
+def test_blank_lines_are_no_documents(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "corpus.jsonl", list(ROWS))
+    file.write_text(f"\n{file.read_text()}\n  \n")
+    assert list(corpus_documents(file)) == EXPECTED
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "corpus.parquet")
+    assert list(corpus_documents(tmp_path / "corpus.parquet")) == EXPECTED
+
+
+def test_folder_of_text_files_takes_ids_from_paths_and_titles_from_headings(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "oak.md").write_text("# The oak\n\nIt is tall.")
+    (tmp_path / "plain.txt").write_text("No heading.")
+    (tmp_path / "ignored.pdf").write_bytes(b"%PDF")
+    assert list(corpus_documents(tmp_path)) == [
+        SourceDocument("plain", "", "No heading."),
+        SourceDocument("sub/oak", "The oak", "\nIt is tall."),
+    ]
+
+
+def test_limit_takes_the_first_documents_and_reads_no_further(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "corpus.jsonl", [*ROWS[:2], "not an object"])
+    assert list(corpus_documents(file, limit=2)) == EXPECTED[:2]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "x", "text": "t"', "line 2: broken JSON"),
+        ('["x"]', "line 2: expected an object"),
+        ('{"text": "t"}', "line 2: expected a non-empty string id, got None"),
+        ('{"id": 7, "text": "t"}', "line 2: expected a non-empty string id, got 7"),
+        ('{"id": "x"}', "line 2: expected text as a string in document 'x', got NoneType"),
+        ('{"id": "x", "title": 3, "text": "t"}', "line 2: expected title as a string"),
+        ('{"id": "x", "text": "\\ud800"}', "line 2: text of document 'x' holds half a surrogate pair"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
+    with pytest.raises(CorpusError, match=message) as caught:
+        list(corpus_documents(file))
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"ab\xff\xfe")
+    with pytest.raises(CorpusError, match=r"bad\.txt: expected UTF-8 text, got other bytes at offset 2"):
+        list(corpus_documents(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.parquet"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b'{"id": "a", "text": "t"}\n' * 50)[:40])
+    with pytest.raises(CorpusError, match=name.replace(".", r"\.")):
+        list(corpus_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: p / "absent", "found nothing"),
+        (lambda p: (p / "empty").mkdir() or p / "empty", "found none"),
+        (lambda p: (p / "x.csv").write_text("a") and p / "x.csv", "expected a file ending in"),
+    ],
+)
+def test_no_corpus_says_what_is_accepted(tmp_path: Path, make: object, message: str) -> None:
+    with pytest.raises(CorpusError, match=message):
+        list(corpus_documents(make(tmp_path)))  # type: ignore[operator]
+
+
+def test_parquet_without_the_columns_names_the_missing_one(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": ["a"]}), tmp_path / "c.parquet")
+    with pytest.raises(CorpusError, match="text is missing"):
+        list(corpus_documents(tmp_path / "c.parquet"))
+
+
+def test_plan_tells_new_changed_unchanged_and_empty_apart(tmp_path: Path) -> None:
+    rows = [*ROWS, {"id": "blank", "text": " \n\t"}]
+    file = write_jsonl(tmp_path / "corpus.jsonl", list(rows))
+    ash = content_hash("Ash", "The ash has grey bark.")
+    stored = {4: {"a/1": ash, "ü": "another content"}, 8: {"a/1": ash, "ü": content_hash(*EXPECTED[1][1:])}}
+    plan = plan_extraction(file, stored)
+    assert dict(plan.pending) == {"ü": (4,), "c": (4, 8)}
+    assert (plan.unchanged, plan.empty, plan.documents) == (1, ("blank",), 4)
+
+
+def test_duplicate_ids_are_refused_over_files(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "1.jsonl", list(ROWS))
+    write_jsonl(tmp_path / "2.jsonl", [ROWS[2]])
+    with pytest.raises(CorpusError, match="document id 'c' occurs twice"):
+        plan_extraction(tmp_path, {})
