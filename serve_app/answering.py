@@ -1,0 +1,63 @@
+"""One answer as turns: context, question, then a token a turn."""
+
+import time
+
+from c2kv_core import hf_adapter
+from c2kv_core.compressor import Compressor
+from c2kv_core.generate import Decoder
+from c2kv_core.sampling import Sampler
+from c2kv_core.text import TextStream
+from serve_app.context_builder import BuiltContext, ContextBuilder
+from serve_app.jobs import Finished, Job, Started, Text, Turns
+
+
+class Answerer:
+    """Makes answers with one model; every turn must run on the thread that owns it."""
+
+    def __init__(self, compressor: Compressor, contexts: ContextBuilder) -> None:
+        self._compressor = compressor
+        self._contexts = contexts
+        self._eos_token_ids = hf_adapter.eos_token_ids(compressor.model)
+
+    def turns(self, job: Job) -> Turns:
+        """The answer to a job; nothing is computed before the first ``next``."""
+        submitted_s = time.monotonic()
+        return self._turns(job, submitted_s)
+
+    def _turns(self, job: Job, submitted_s: float) -> Turns:
+        queue_s = time.monotonic() - submitted_s
+        built = yield from self._contexts.build(job.prefix_ids, job.documents)
+        decoder = Decoder(
+            self._compressor.model, built.context, job.question_ids, max_new_tokens=job.max_new_tokens
+        )
+        # The decoder has its own copy; the context need not live as long as the answer.
+        built.context = None
+        sampler = Sampler(job.sampling)
+        token = sampler.draw(decoder.prefill_question())
+        yield _started(built, queue_s)
+        yield from self._draw(job, decoder, sampler, token)
+
+    def _draw(self, job: Job, decoder: Decoder, sampler: Sampler, token: int) -> Turns:
+        text = TextStream(self._compressor.tokenizer, job.stop)
+        drawn = 0
+        while token not in self._eos_token_ids:
+            drawn += 1
+            piece = text.push(token)
+            yield Text(text=piece) if piece else None
+            if text.stopped or drawn == job.max_new_tokens:
+                break
+            token = sampler.draw(decoder.step(token))
+        rest = text.finish()
+        if rest:
+            yield Text(text=rest)
+        ended = token in self._eos_token_ids or text.stopped
+        yield Finished(reason="stop" if ended else "length", completion_tokens=drawn)
+
+
+def _started(built: BuiltContext, queue_s: float) -> Started:
+    return Started(
+        documents=tuple(built.documents),
+        queue_s=queue_s,
+        extract_s=built.extract_s,
+        compose_s=built.compose_s,
+    )

@@ -1,0 +1,124 @@
+"""Settings of a served application."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from c2kv_core.config import Config
+from c2kv_core.spec import CompressorSpec
+
+DRAIN_MARGIN_S = 15
+"""Seconds between the end of the longest request and the end of its replica."""
+
+
+class ServeConfig(Config):
+    """One application: one base model, one sidecar, one ratio, one namespace of one store."""
+
+    store: str
+    """Directory or URI of the store to read."""
+    namespace: str = "default"
+    """Tenant whose documents are served; requests cannot choose it."""
+    model: str = "smollm2-135m-instruct"
+    """Alias, Hugging Face directory or hub id."""
+    served_model_name: str | None = None
+    """Id under which clients address the model; null takes the last path component of ``model``."""
+    sidecar: str | None = None
+    """Sidecar directory; null takes the one shipped for the alias, else an untrained one."""
+    ratio: int = Field(default=4, ge=1)
+    """Source tokens per slot. The store must hold documents of this ratio."""
+    force_ratio: bool = False
+    """Allow a ratio the sidecar was not trained for."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Computing dtype."""
+    device: str = "cpu"
+    """Torch device of the model, inside the replica."""
+    slot_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Dtype of stored slots; part of their identity."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    """Replicas of the generator, each with its own model."""
+    num_cpus: float = Field(default=1.0, ge=0)
+    """Logical CPUs Ray reserves for a replica."""
+    num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs Ray reserves for a replica."""
+    torch_threads: int | None = Field(default=None, ge=1)
+    """Threads of a replica's CPU maths; null leaves what Ray derives from ``num_cpus``."""
+
+    max_running: int = Field(default=4, ge=1)
+    """Requests of a replica that are decoded at the same time; more wait in the replica."""
+    max_ongoing_requests: int = Field(default=16, ge=1)
+    """Requests a replica holds, running and waiting. More wait at the ingress."""
+    max_queued_requests: int = Field(default=32, ge=1)
+    """Requests waiting at the ingress for a replica. More are refused with 503 and Retry-After."""
+    retry_after_s: int = Field(default=2, ge=1)
+    """Seconds after which a refused client is told to try again."""
+    max_request_s: float = Field(default=300.0, gt=0)
+    """Longest life of a request, in seconds; it ends with 504 after that.
+
+    The replica's graceful shutdown lasts ``DRAIN_MARGIN_S`` longer, the ingress's twice that, so that no answer is cut
+    by a roll-over. The termination grace of a pod must be longer still.
+    """
+    stall_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that one piece of model work may take before the replica counts as stuck and is replaced."""
+
+    default_max_new_tokens: int = Field(default=256, ge=1)
+    """Answer tokens where the request names no limit; less where the model has no room for them."""
+    max_new_tokens_limit: int = Field(default=2048, ge=1)
+    """Most answer tokens a request may ask for."""
+    default_temperature: float = Field(default=0.0, ge=0, le=2)
+    """Temperature where the request names none; 0 is greedy, so equal requests get equal answers."""
+    max_documents: int = Field(default=64, ge=0)
+    """Most documents in a request."""
+    max_request_bytes: int = Field(default=4 * 2**20, ge=1024)
+    """Largest request body, in bytes."""
+
+    memory_cache_bytes: int = Field(default=512 * 2**20, ge=0)
+    """Host memory of a replica for slots of documents used before, in bytes; 0 turns this tier off."""
+    prefix_cache_bytes: int = Field(default=128 * 2**20, ge=0)
+    """Memory of a replica for prefilled system messages, in bytes."""
+    index_refresh_s: float = Field(default=5.0, ge=0)
+    """Age of a replica's view of the store's index, in seconds, after which it looks for new commits."""
+    fetch_threads: int = Field(default=8, ge=1)
+    """Requests of a replica whose documents are read at the same time."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ServeConfig":
+        if self.max_running > self.max_ongoing_requests:
+            raise ValueError(
+                f"expected max_running ({self.max_running}) of at most max_ongoing_requests "
+                f"({self.max_ongoing_requests}): a replica cannot run more than it holds"
+            )
+        if self.default_max_new_tokens > self.max_new_tokens_limit:
+            raise ValueError(
+                f"expected default_max_new_tokens ({self.default_max_new_tokens}) of at most "
+                f"max_new_tokens_limit ({self.max_new_tokens_limit})"
+            )
+        return self
+
+    @property
+    def model_id(self) -> str:
+        """Id of the model in the API."""
+        return self.served_model_name or Path(self.model).name
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that wait inside a replica."""
+        return self.max_ongoing_requests - self.max_running
+
+    @property
+    def drain_s(self) -> float:
+        """Graceful shutdown of a generator replica, in seconds."""
+        return self.max_request_s + DRAIN_MARGIN_S
+
+    def compressor_spec(self) -> CompressorSpec:
+        """What compresses documents here: must be what compressed those in the store."""
+        return CompressorSpec(
+            model=self.model,
+            sidecar=self.sidecar,
+            ratios=(self.ratio,),
+            force_ratio=self.force_ratio,
+            dtype=self.dtype,
+            device=self.device,
+            slot_dtype=self.slot_dtype,
+        )

@@ -1,0 +1,141 @@
+"""Finding each document of a request: memory, then the store, then what ``on_missing`` asks for."""
+
+import threading
+from collections.abc import Sequence
+
+from c2kv_core.compressor import Compressor
+from c2kv_core.document import StoredDocument
+from c2kv_core.store import Miss, SourceText
+from c2kv_core.text import content_hash
+from serve_app.errors import ApiError, Fault
+from serve_app.plan import Extraction, LeftOut, OrdinaryText, PlannedDocument, Slots
+from serve_app.protocol import DocumentRef, OnMissing
+from serve_app.served_store import ServedStore
+from serve_app.slot_memory import SlotMemory
+
+EMPTY_DOCUMENT = "empty_document"
+"""Reason of a document given in full without any text: there is nothing to see, so it takes no place."""
+
+
+class DocumentResolver:
+    """Plans documents; reads and tokenises, but leaves the model alone. Safe to share between threads."""
+
+    def __init__(
+        self,
+        *,
+        compressor: Compressor,
+        store: ServedStore,
+        memory: SlotMemory,
+        namespace: str,
+        tokenizer_lock: threading.Lock,
+    ) -> None:
+        """Bind the places where documents are found.
+
+        Args:
+            compressor: renders and cuts text.
+            store: opened under the served identity.
+            memory: the tier before the store.
+            namespace: tenant whose documents these are.
+            tokenizer_lock: held while encoding.
+        """
+        self._compressor = compressor
+        self._store = store
+        self._memory = memory
+        self._namespace = namespace
+        self._tokenizer_lock = tokenizer_lock
+
+    def resolve(self, documents: Sequence[DocumentRef], on_missing: OnMissing) -> list[PlannedDocument]:
+        """A plan for each document, in the order given.
+
+        Raises:
+            ApiError: 404 naming a document that cannot be had.
+            StoreError: the store's tables cannot be read.
+        """
+        stored = self._stored_slots([d.id for d in documents if d.id is not None])
+        missing = [doc_id for doc_id, found in stored.items() if isinstance(found, Miss)]
+        texts = self._missing_texts(missing, on_missing)
+        plans = []
+        for index, document in enumerate(documents):
+            if document.id is None:
+                plans.append(self._given(index, document, on_missing))
+                continue
+            found = stored[document.id]
+            if isinstance(found, Miss):
+                plans.append(self._fallback(index, document.id, found, texts.get(document.id), on_missing))
+            else:
+                plans.append(PlannedDocument(index=index, doc_id=document.id, work=found))
+        return plans
+
+    def _stored_slots(self, ids: Sequence[str]) -> dict[str, Slots | Miss]:
+        if not ids:
+            return {}
+        rows = self._store.lookup(ids, namespace=self._namespace)
+        found: dict[str, Slots | Miss] = {}
+        for doc_id, row in rows.items():
+            held = row if isinstance(row, Miss) else self._in_memory(row.content_hash)
+            if held is not None:
+                found[doc_id] = held
+        to_read = [doc_id for doc_id in rows if doc_id not in found]
+        for doc_id, document in self._store.get(to_read, namespace=self._namespace).items():
+            found[doc_id] = self._kept(document) if isinstance(document, StoredDocument) else document
+        return found
+
+    def _in_memory(self, key: str) -> Slots | None:
+        parts = self._memory.get(key)
+        return None if parts is None else Slots(parts=parts, tier="memory")
+
+    def _kept(self, document: StoredDocument) -> Slots:
+        return Slots(parts=self._memory.keep(document.content_hash, document.parts), tier="store")
+
+    def _missing_texts(self, ids: Sequence[str], on_missing: OnMissing) -> dict[str, SourceText]:
+        if not ids or on_missing not in ("extract", "text"):
+            return {}
+        return self._store.text(ids, namespace=self._namespace)
+
+    def _fallback(
+        self, index: int, doc_id: str, miss: Miss, source: SourceText | None, on_missing: OnMissing
+    ) -> PlannedDocument:
+        work: Slots | Extraction | OrdinaryText | LeftOut
+        if on_missing == "skip":
+            work = LeftOut()
+        elif source is None:
+            raise _not_found(index, doc_id, miss, on_missing)
+        elif on_missing == "text":
+            work = self._ordinary(source.title, source.text)
+        else:
+            work = self._extraction(source.title, source.text)
+        return PlannedDocument(index=index, doc_id=doc_id, work=work, fallback_reason=miss.reason)
+
+    def _given(self, index: int, document: DocumentRef, on_missing: OnMissing) -> PlannedDocument:
+        text = document.text or ""
+        if not text.strip():
+            return PlannedDocument(index=index, doc_id=None, work=LeftOut(), fallback_reason=EMPTY_DOCUMENT)
+        plan = self._ordinary if on_missing == "text" else self._extraction
+        return PlannedDocument(index=index, doc_id=None, work=plan(document.title, text))
+
+    def _extraction(self, title: str, text: str) -> Slots | Extraction:
+        key = content_hash(title, text)
+        held = self._in_memory(key)
+        if held is not None:
+            return held
+        with self._tokenizer_lock:
+            parts = self._compressor.part_ids(title, text)
+        return Extraction(part_ids=tuple(map(tuple, parts)), content_hash=key)
+
+    def _ordinary(self, title: str, text: str) -> OrdinaryText:
+        with self._tokenizer_lock:
+            return OrdinaryText(ids=tuple(self._compressor.renderer.document_ids(title, text)))
+
+
+def _not_found(index: int, doc_id: str, miss: Miss, on_missing: OnMissing) -> ApiError:
+    if miss.reason == "not_found":
+        message = f"no document {doc_id!r}"
+    elif on_missing == "error":
+        message = (
+            f"document {doc_id!r} has no usable slots ({miss.reason}); on_missing 'extract' makes new ones"
+        )
+    else:
+        message = f"document {doc_id!r} has no usable slots ({miss.reason}) and its text is not stored"
+    return ApiError(
+        Fault(status=404, code="document_not_found", message=message, param=f"documents.{index}.id")
+    )

@@ -1,0 +1,71 @@
+"""What goes into an engine and what comes out of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from c2kv_core.sampling import SamplingParams
+from serve_app.answers import DocumentReport, FinishReason
+from serve_app.errors import Fault
+from serve_app.plan import PlannedDocument
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One answer to be made, in token ids."""
+
+    prefix_ids: tuple[int, ...]
+    """System message; may be empty where the template puts nothing there."""
+    documents: tuple[PlannedDocument, ...]
+    question_ids: tuple[int, ...]
+    """All other messages and the assistant header."""
+    max_new_tokens: int
+    sampling: SamplingParams
+    stop: tuple[str, ...]
+    """Strings that end the answer."""
+    deadline_s: float
+    """When the answer is given up, by the monotonic clock."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Positions before the answer: source tokens, not slots."""
+        documents = sum(document.work.source_tokens for document in self.documents)
+        return len(self.prefix_ids) + documents + len(self.question_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The first answer token is drawn; nothing is wrong with the request."""
+
+    documents: tuple[DocumentReport, ...]
+    queue_s: float
+    extract_s: float
+    compose_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The answer is complete."""
+
+    reason: FinishReason
+    completion_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """There will be no (more) answer."""
+
+    fault: Fault
+
+
+Event = Started | Text | Finished | Failed
+"""In order: Started, any number of Text, Finished; or Failed at any point. Nothing follows the last two."""
+
+Turns = Iterator[Event | None]
+"""An answer in the making: each ``next`` does one bounded piece of model work and may have something to tell."""

@@ -1,0 +1,53 @@
+"""From a configuration to a service that answers: the parts and how they hang together."""
+
+import logging
+
+import torch
+
+from c2kv_core.compressor import Compressor
+from serve_app.answering import Answerer
+from serve_app.config import ServeConfig
+from serve_app.context_builder import ContextBuilder
+from serve_app.engine import Engine
+from serve_app.probe import open_store, probe
+from serve_app.service import ChatService
+from serve_app.slot_memory import SlotMemory
+from serve_app.turn_engine import TurnEngine
+
+logger = logging.getLogger(__name__)
+
+
+def load_service(config: ServeConfig) -> tuple[ChatService, Engine]:
+    """Load weights, open the store, start the engine.
+
+    Raises:
+        InputError: a subclass that says what cannot be used.
+        StoreError: the store cannot be read.
+    """
+    for remark in probe(config).remarks(config):
+        logger.warning(remark)
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    compressor = Compressor.load(config.compressor_spec())
+    memory = SlotMemory(max_bytes=config.memory_cache_bytes, namespace=config.namespace)
+    contexts = ContextBuilder(
+        compressor=compressor,
+        ratio=config.ratio,
+        memory=memory,
+        prefix_cache_bytes=config.prefix_cache_bytes,
+    )
+    engine = TurnEngine(
+        Answerer(compressor, contexts).turns,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        stall_timeout_s=config.stall_timeout_s,
+        retry_after_s=config.retry_after_s,
+    )
+    service = ChatService(
+        config=config,
+        compressor=compressor,
+        store=open_store(config, compressor.identities[config.ratio]),
+        memory=memory,
+        engine=engine,
+    )
+    return service, engine

@@ -1,0 +1,139 @@
+"""The request: OpenAI's chat completion with ``documents`` and ``c2kv``."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+OnMissing = Literal["extract", "text", "skip", "error"]
+
+MAX_STOP_STRINGS = 4
+
+
+class _Strict(BaseModel):
+    """Keys of this project: a typo is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class _Lenient(BaseModel):
+    """Keys of OpenAI's: clients send many that change nothing here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class DocumentRef(_Strict):
+    """A document by id, or given in full."""
+
+    id: str | None = Field(default=None, min_length=1)
+    """Id of a stored document."""
+    title: str = ""
+    """Title of a document given in full."""
+    text: str | None = None
+    """Text of a document given in full."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "DocumentRef":
+        if (self.id is None) == (self.text is None):
+            came = "neither" if self.id is None else "both"
+            raise ValueError(f"expected either id (stored) or text (given in full), got {came}")
+        if self.id is not None and self.title:
+            raise ValueError("expected a title only beside text; a stored document has its own")
+        return self
+
+
+class C2KVOptions(_Strict):
+    """How documents are found."""
+
+    ratio: int | None = Field(default=None, ge=1)
+    """Source tokens per slot; must be the one served."""
+    on_missing: OnMissing = "extract"
+    """What to do with a stored document whose slots cannot be had.
+
+    ``extract`` compresses its stored text now; ``text`` places that text as ordinary tokens, and so documents given
+    in full; ``skip`` leaves it out and says so; ``error`` refuses the request.
+    """
+    deadline_ms: int | None = Field(default=None, ge=1)
+    """Milliseconds after which the request ends with 504."""
+
+
+def _joined_text(content: object) -> object:
+    """The text of content parts; anything that is not text is left for the validator to refuse."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            'expected text or parts {"type": "text", "text": ...}; other kinds are not supported'
+        )
+    return "".join(str(text) for text in texts)
+
+
+class ChatMessage(_Lenient):
+    """One turn of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    """``developer`` counts as ``system``."""
+    content: Annotated[str, BeforeValidator(_joined_text)]
+    """Text, or a list of text parts, which are joined."""
+
+
+class StreamOptions(_Lenient):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    """Send a last chunk with usage and without choices."""
+
+
+def _stop_list(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
+class ChatRequest(_Lenient):
+    """Body of ``POST /v1/chat/completions``."""
+
+    model: str | None = None
+    """Id of the served model; anything else is refused."""
+    messages: list[ChatMessage] = Field(min_length=1)
+    documents: list[DocumentRef] = []
+    """Placed after the system message, in this order."""
+    c2kv: C2KVOptions = C2KVOptions()
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Probability mass of the nucleus."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Equal seeds draw equal answers to equal requests."""
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]] | None,
+        BeforeValidator(_stop_list),
+        Field(max_length=MAX_STOP_STRINGS),
+    ] = None
+    """The answer ends before the first of these."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most answer tokens; the older name."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Most answer tokens; the newer name."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
+    """Answers to a request: only one."""
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> "ChatRequest":
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError(
+                f"expected max_tokens and max_completion_tokens to agree, got {self.max_tokens} and "
+                f"{self.max_completion_tokens}; give one"
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most answer tokens the client asked for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage

@@ -1,0 +1,86 @@
+"""Bytes to a checked request, or the error that tells the client what to change."""
+
+import difflib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from serve_app.errors import ApiError, bad_request
+from serve_app.protocol import C2KVOptions, ChatRequest, DocumentRef
+
+_OWN_KEYS = ("documents", "c2kv")
+"""Keys that OpenAI does not have: near misses of these are typos, any other unknown key is a client's habit."""
+_NEAR = 0.75
+
+_NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    "frequency_penalty": lambda value: value == 0,
+    "presence_penalty": lambda value: value == 0,
+    "logprobs": lambda value: value is False,
+    "top_logprobs": lambda value: value == 0,
+    "logit_bias": lambda value: value == {},
+    "tools": lambda value: value == [],
+    "functions": lambda value: value == [],
+    "tool_choice": lambda value: value in ("none", "auto"),
+    "function_call": lambda value: value in ("none", "auto"),
+    "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+    "audio": lambda value: False,
+}
+"""OpenAI fields that change the answer and that this server does not have: the values that mean "off"."""
+
+
+def parse_request(body: bytes) -> ChatRequest:
+    """The request in a body.
+
+    Raises:
+        ApiError: 400, naming the field at fault.
+    """
+    try:
+        data = json.loads(body)
+    except ValueError as error:
+        raise bad_request(f"expected a JSON object as body: {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise bad_request(f"expected a JSON object as body, got {type(data).__name__}", code="invalid_json")
+    _check_top_level(data)
+    try:
+        return ChatRequest.model_validate(data)
+    except ValidationError as error:
+        raise _first_fault(error.errors(include_url=False)[0]) from error
+
+
+def _check_top_level(data: dict[str, Any]) -> None:
+    for name, is_neutral in _NEUTRAL.items():
+        if data.get(name) is not None and not is_neutral(data[name]):
+            raise bad_request(
+                f"{name} is not supported by this server; leave it out",
+                code="unsupported_parameter",
+                param=name,
+            )
+    for name in data.keys() - ChatRequest.model_fields.keys():
+        near = difflib.get_close_matches(name, _OWN_KEYS, n=1, cutoff=_NEAR)
+        if near:
+            raise _unknown(name, name, near)
+
+
+def _first_fault(fault: ErrorDetails) -> ApiError:
+    param = ".".join(str(step) for step in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        last = str(fault["loc"][-1])
+        owner: type[BaseModel] = C2KVOptions if fault["loc"][0] == "c2kv" else DocumentRef
+        return _unknown(param, last, difflib.get_close_matches(last, owner.model_fields, n=1, cutoff=0.0))
+    if fault["type"] == "missing":
+        return bad_request(f"missing {param!r}, which is required", param=param)
+    # pydantic puts "Value error, " before our own messages.
+    text = fault["msg"].removeprefix("Value error, ")
+    message = f"{param}: {text[0].lower()}{text[1:]}" if param else text
+    if not isinstance(fault["input"], dict | list | BaseModel):
+        message += f", got {fault['input']!r:.100}"
+    return bad_request(message, param=param or None)
+
+
+def _unknown(param: str, name: str, near: list[str]) -> ApiError:
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return bad_request(f"unknown key {name!r} at {param!r}{hint}", code="unknown_parameter", param=param)

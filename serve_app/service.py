@@ -1,0 +1,168 @@
+"""A request from start to end inside a replica, without Ray: find documents, submit the job, tell what happens."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import TypeVar
+
+from c2kv_core import hf_adapter
+from c2kv_core.compressor import Compressor
+from c2kv_core.errors import C2KVError, ContextLengthError
+from c2kv_core.sampling import SamplingParams
+from serve_app.config import ServeConfig
+from serve_app.conversation import lay_out
+from serve_app.documents import DocumentResolver
+from serve_app.engine import Engine, answer_events
+from serve_app.errors import ApiError, bad_request, deadline_exceeded, fault_of
+from serve_app.events import ReplicaEvent, error_event
+from serve_app.jobs import Job
+from serve_app.plan import PlannedDocument
+from serve_app.protocol import ChatRequest
+from serve_app.served_store import ServedStore
+from serve_app.slot_memory import SlotMemory
+from serve_app.telling import Teller
+
+T = TypeVar("T")
+
+
+class ChatService:
+    """Answers requests with one engine over one namespace of one store."""
+
+    def __init__(
+        self,
+        *,
+        config: ServeConfig,
+        compressor: Compressor,
+        store: ServedStore,
+        memory: SlotMemory,
+        engine: Engine,
+    ) -> None:
+        self._config = config
+        self._compressor = compressor
+        self._engine = engine
+        self._tokenizer_lock = threading.Lock()
+        """Fast tokenizers refuse to be reconfigured while another thread encodes."""
+        self._resolver = DocumentResolver(
+            compressor=compressor,
+            store=store,
+            memory=memory,
+            namespace=config.namespace,
+            tokenizer_lock=self._tokenizer_lock,
+        )
+        # Reads and tokenising stay off the event loop and off the model's thread.
+        self._readers = ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="c2kv-fetch")
+
+    async def answer(self, request: ChatRequest) -> AsyncGenerator[ReplicaEvent, None]:
+        """The events of one request; leaving the iterator early gives the answer up."""
+        arrived_s = time.monotonic()
+        try:
+            self._check(request)
+            deadline_s = arrived_s + self._allowed_s(request)
+            job, fetch_s = await self._within(deadline_s, lambda: self._plan(request, deadline_s))
+            teller = Teller(
+                compressor=self._compressor,
+                ratio=self._config.ratio,
+                job=job,
+                arrived_s=arrived_s,
+                fetch_s=fetch_s,
+            )
+            async with aclosing(answer_events(self._engine, job)) as events:
+                async for event in events:
+                    yield teller.tell(event)
+        except ApiError as error:
+            yield error_event(error.fault)
+        except C2KVError as error:
+            yield error_event(fault_of(error))
+
+    def close(self) -> None:
+        """Stop the engine and the readers."""
+        self._engine.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, request: ChatRequest) -> None:
+        ratio = request.c2kv.ratio
+        if ratio not in (None, self._config.ratio):
+            raise bad_request(
+                f"expected c2kv.ratio {self._config.ratio}, the one served here, got {ratio}",
+                code="ratio_not_served",
+                param="c2kv.ratio",
+            )
+        count, most = len(request.documents), self._config.max_documents
+        if count > most:
+            raise bad_request(
+                f"expected at most {most} documents, got {count}",
+                code="too_many_documents",
+                param="documents",
+            )
+        limit = self._config.max_new_tokens_limit
+        if (request.token_limit or 1) > limit:
+            raise bad_request(
+                f"expected max_tokens of at most {limit}, got {request.token_limit}", param="max_tokens"
+            )
+
+    def _allowed_s(self, request: ChatRequest) -> float:
+        asked_ms = request.c2kv.deadline_ms
+        most_s = self._config.max_request_s
+        return most_s if asked_ms is None else min(most_s, asked_ms / 1000)
+
+    async def _within(self, deadline_s: float, work: Callable[[], T]) -> T:
+        """The result of blocking work; what comes after the deadline is dropped."""
+        future = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        try:
+            return await asyncio.wait_for(future, max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError as error:
+            raise deadline_exceeded("documents were read") from error
+
+    def _plan(self, request: ChatRequest, deadline_s: float) -> tuple[Job, float]:
+        """The job, and the seconds it took to find the documents."""
+        conversation = lay_out(request.messages)
+        started_s = time.monotonic()
+        documents = self._resolver.resolve(request.documents, request.c2kv.on_missing)
+        fetch_s = time.monotonic() - started_s
+        renderer = self._compressor.renderer
+        with self._tokenizer_lock:
+            prefix_ids = tuple(renderer.prefix_ids(conversation.system))
+            question_ids = tuple(renderer.question_ids(conversation.after_documents))
+        temperature = request.temperature
+        job = Job(
+            prefix_ids=prefix_ids,
+            documents=tuple(documents),
+            question_ids=question_ids,
+            max_new_tokens=self._answer_limit(request, prefix_ids, documents, question_ids),
+            sampling=SamplingParams(
+                temperature=self._config.default_temperature if temperature is None else temperature,
+                top_p=1.0 if request.top_p is None else request.top_p,
+                seed=request.seed,
+            ),
+            stop=tuple(request.stop or ()),
+            deadline_s=deadline_s,
+        )
+        return job, fetch_s
+
+    def _answer_limit(
+        self,
+        request: ChatRequest,
+        prefix_ids: tuple[int, ...],
+        documents: list[PlannedDocument],
+        question_ids: tuple[int, ...],
+    ) -> int:
+        """Most answer tokens; known to fit before any model work is done.
+
+        Raises:
+            ContextLengthError: the prompt, or the prompt and what was asked for, exceed the model's positions.
+        """
+        placed = sum(document.work.source_tokens for document in documents)
+        prompt = len(prefix_ids) + placed + len(question_ids)
+        positions = hf_adapter.max_positions(self._compressor.model)
+        # The last token of an answer is never fed back, so it needs no position.
+        room = positions - prompt + 1
+        wanted = request.token_limit
+        if room < (wanted or 1):
+            raise ContextLengthError(
+                f"this model has {positions} positions; the request needs {prompt} for its prompt ({placed} of them "
+                f"for documents) and {wanted or 1} for the answer; use fewer or shorter documents"
+            )
+        return min(room, self._config.default_max_new_tokens) if wanted is None else wanted

@@ -1,0 +1,71 @@
+"""From an engine's events to those that leave the replica: usage and the ``c2kv`` block are put together here."""
+
+import time
+
+from c2kv_core.compressor import Compressor
+from serve_app.answers import C2KVBlock, Timings, usage
+from serve_app.events import EndEvent, ReplicaEvent, StartEvent, TextEvent, error_event
+from serve_app.jobs import Event, Failed, Finished, Job, Started, Text
+from serve_app.plan import CACHED_TIERS
+
+
+class Teller:
+    """Tells one request's events."""
+
+    def __init__(
+        self, *, compressor: Compressor, ratio: int, job: Job, arrived_s: float, fetch_s: float
+    ) -> None:
+        self._compressor = compressor
+        self._ratio = ratio
+        self._job = job
+        self._arrived_s = arrived_s
+        self._fetch_s = fetch_s
+        self._block: C2KVBlock | None = None
+
+    def tell(self, event: Event) -> ReplicaEvent:
+        """The event for the ingress."""
+        match event:
+            case Started():
+                self._block = self._new_block(event)
+                return StartEvent(event="start", c2kv=self._block)
+            case Text(text=text):
+                return TextEvent(event="text", text=text)
+            case Finished():
+                return self._end(event)
+            case Failed(fault=fault):
+                return error_event(fault)
+
+    def _new_block(self, started: Started) -> C2KVBlock:
+        return C2KVBlock(
+            ratio=self._ratio,
+            sidecar="trained" if self._compressor.sidecar.config.trained else "untrained",
+            fingerprint=self._compressor.identities[self._ratio].fingerprint,
+            documents=list(started.documents),
+            timings=Timings(
+                queue_ms=_ms(started.queue_s),
+                fetch_ms=_ms(self._fetch_s),
+                verify_ms=None,
+                extract_ms=_ms(started.extract_s),
+                compose_ms=_ms(started.compose_s),
+                first_token_ms=_ms(time.monotonic() - self._arrived_s),
+            ),
+        )
+
+    def _end(self, finished: Finished) -> EndEvent:
+        assert self._block is not None, "an engine starts an answer before it finishes it"
+        total_ms = _ms(time.monotonic() - self._arrived_s)
+        cached = [d["source_tokens"] for d in self._block["documents"] if d["tier"] in CACHED_TIERS]
+        return EndEvent(
+            event="end",
+            finish_reason=finished.reason,
+            usage=usage(
+                prompt_tokens=self._job.prompt_tokens,
+                cached_tokens=sum(cached),
+                completion_tokens=finished.completion_tokens,
+            ),
+            c2kv={**self._block, "timings": {**self._block["timings"], "total_ms": total_ms}},
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
