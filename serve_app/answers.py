@@ -32,9 +32,9 @@ class Timings(TypedDict):
     queue_ms: float
     """Waiting in the replica for a place among the running requests."""
     fetch_ms: float
-    """Looking documents up and reading them from memory or the store, verification included."""
-    verify_ms: float | None
-    """Verification alone; null because this store verifies as it reads, so that only the sum is known."""
+    """Looking documents up and reading them from memory or the store, and cutting up those given in full."""
+    verify_ms: float
+    """Checking what came from the store; a local store reads the disk while it checks, since files are mapped."""
     extract_ms: float
     """Compressing documents given in full or missing from the store."""
     compose_ms: float

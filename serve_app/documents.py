@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 from c2kv_core.compressor import Compressor
 from c2kv_core.document import StoredDocument
-from c2kv_core.store import Miss, SourceText
+from c2kv_core.store import KVStore, Miss, ReadTiming, SourceText
 from c2kv_core.text import content_hash
 from serve_app.errors import ApiError, Fault
 from serve_app.plan import Extraction, LeftOut, OrdinaryText, PlannedDocument, Slots
 from serve_app.protocol import DocumentRef, OnMissing
-from serve_app.served_store import ServedStore
 from serve_app.slot_memory import SlotMemory
 
 EMPTY_DOCUMENT = "empty_document"
@@ -24,7 +23,7 @@ class DocumentResolver:
         self,
         *,
         compressor: Compressor,
-        store: ServedStore,
+        store: KVStore,
         memory: SlotMemory,
         namespace: str,
         tokenizer_lock: threading.Lock,
@@ -44,14 +43,16 @@ class DocumentResolver:
         self._namespace = namespace
         self._tokenizer_lock = tokenizer_lock
 
-    def resolve(self, documents: Sequence[DocumentRef], on_missing: OnMissing) -> list[PlannedDocument]:
-        """A plan for each document, in the order given.
+    def resolve(
+        self, documents: Sequence[DocumentRef], on_missing: OnMissing, *, timing: ReadTiming | None = None
+    ) -> list[PlannedDocument]:
+        """A plan for each document, in the order given; ``timing`` adds up verification.
 
         Raises:
             ApiError: 404 naming a document that cannot be had.
             StoreError: the store's tables cannot be read.
         """
-        stored = self._stored_slots([d.id for d in documents if d.id is not None])
+        stored = self._stored_slots([d.id for d in documents if d.id is not None], timing)
         missing = [doc_id for doc_id, found in stored.items() if isinstance(found, Miss)]
         texts = self._missing_texts(missing, on_missing)
         plans = []
@@ -66,7 +67,7 @@ class DocumentResolver:
                 plans.append(PlannedDocument(index=index, doc_id=document.id, work=found))
         return plans
 
-    def _stored_slots(self, ids: Sequence[str]) -> dict[str, Slots | Miss]:
+    def _stored_slots(self, ids: Sequence[str], timing: ReadTiming | None) -> dict[str, Slots | Miss]:
         if not ids:
             return {}
         rows = self._store.lookup(ids, namespace=self._namespace)
@@ -76,7 +77,8 @@ class DocumentResolver:
             if held is not None:
                 found[doc_id] = held
         to_read = [doc_id for doc_id in rows if doc_id not in found]
-        for doc_id, document in self._store.get(to_read, namespace=self._namespace).items():
+        read = self._store.get(to_read, namespace=self._namespace, timing=timing)
+        for doc_id, document in read.items():
             found[doc_id] = self._kept(document) if isinstance(document, StoredDocument) else document
         return found
 

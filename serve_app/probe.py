@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from c2kv_core.identity import Identity
+from c2kv_core.store import KVStore
 from serve_app.config import ServeConfig
-from serve_app.served_store import ServedStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def probe(config: ServeConfig) -> Probe:
     )
 
 
-def open_store(config: ServeConfig, identity: Identity) -> ServedStore:
+def open_store(config: ServeConfig, identity: Identity) -> KVStore:
     """The configured store, refused when its namespace holds only another identity's documents.
 
     Raises:
@@ -61,6 +61,6 @@ def open_store(config: ServeConfig, identity: Identity) -> ServedStore:
         IdentityError: names the differing fields.
         StoreError: it cannot be read.
     """
-    store = ServedStore.open(config.store, identity=identity, index_refresh_s=config.index_refresh_s)
+    store = KVStore.open(config.store, identity=identity, index_refresh_s=config.index_refresh_s)
     store.require_identity(config.namespace)
     return store

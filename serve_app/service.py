@@ -12,6 +12,7 @@ from c2kv_core import hf_adapter
 from c2kv_core.compressor import Compressor
 from c2kv_core.errors import C2KVError, ContextLengthError
 from c2kv_core.sampling import SamplingParams
+from c2kv_core.store import KVStore, ReadTiming
 from serve_app.config import ServeConfig
 from serve_app.conversation import lay_out
 from serve_app.documents import DocumentResolver
@@ -21,9 +22,8 @@ from serve_app.events import ReplicaEvent, error_event
 from serve_app.jobs import Job
 from serve_app.plan import PlannedDocument
 from serve_app.protocol import ChatRequest
-from serve_app.served_store import ServedStore
 from serve_app.slot_memory import SlotMemory
-from serve_app.telling import Teller
+from serve_app.telling import FindTiming, Teller
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class ChatService:
         *,
         config: ServeConfig,
         compressor: Compressor,
-        store: ServedStore,
+        store: KVStore,
         memory: SlotMemory,
         engine: Engine,
     ) -> None:
@@ -61,13 +61,13 @@ class ChatService:
         try:
             self._check(request)
             deadline_s = arrived_s + self._allowed_s(request)
-            job, fetch_s = await self._within(deadline_s, lambda: self._plan(request, deadline_s))
+            job, finding = await self._within(deadline_s, lambda: self._plan(request, deadline_s))
             teller = Teller(
                 compressor=self._compressor,
                 ratio=self._config.ratio,
                 job=job,
                 arrived_s=arrived_s,
-                fetch_s=fetch_s,
+                finding=finding,
             )
             async with aclosing(answer_events(self._engine, job)) as events:
                 async for event in events:
@@ -116,12 +116,13 @@ class ChatService:
         except TimeoutError as error:
             raise deadline_exceeded("documents were read") from error
 
-    def _plan(self, request: ChatRequest, deadline_s: float) -> tuple[Job, float]:
-        """The job, and the seconds it took to find the documents."""
+    def _plan(self, request: ChatRequest, deadline_s: float) -> tuple[Job, FindTiming]:
+        """The job, and how long it took to find the documents."""
         conversation = lay_out(request.messages)
         started_s = time.monotonic()
-        documents = self._resolver.resolve(request.documents, request.c2kv.on_missing)
-        fetch_s = time.monotonic() - started_s
+        timing = ReadTiming()
+        documents = self._resolver.resolve(request.documents, request.c2kv.on_missing, timing=timing)
+        fetch_s = time.monotonic() - started_s - timing.verify_s
         renderer = self._compressor.renderer
         with self._tokenizer_lock:
             prefix_ids = tuple(renderer.prefix_ids(conversation.system))
@@ -140,7 +141,7 @@ class ChatService:
             stop=tuple(request.stop or ()),
             deadline_s=deadline_s,
         )
-        return job, fetch_s
+        return job, FindTiming(fetch_s=fetch_s, verify_s=timing.verify_s)
 
     def _answer_limit(
         self,

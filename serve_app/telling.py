@@ -1,6 +1,7 @@
 """From an engine's events to those that leave the replica: usage and the ``c2kv`` block are put together here."""
 
 import time
+from dataclasses import dataclass
 
 from c2kv_core.compressor import Compressor
 from serve_app.answers import C2KVBlock, Timings, usage
@@ -9,17 +10,27 @@ from serve_app.jobs import Event, Failed, Finished, Job, Started, Text
 from serve_app.plan import CACHED_TIERS
 
 
+@dataclass(frozen=True, kw_only=True)
+class FindTiming:
+    """Seconds it took to find a request's documents."""
+
+    fetch_s: float
+    """Looking them up and reading them."""
+    verify_s: float
+    """Checking what was read."""
+
+
 class Teller:
     """Tells one request's events."""
 
     def __init__(
-        self, *, compressor: Compressor, ratio: int, job: Job, arrived_s: float, fetch_s: float
+        self, *, compressor: Compressor, ratio: int, job: Job, arrived_s: float, finding: FindTiming
     ) -> None:
         self._compressor = compressor
         self._ratio = ratio
         self._job = job
         self._arrived_s = arrived_s
-        self._fetch_s = fetch_s
+        self._finding = finding
         self._block: C2KVBlock | None = None
 
     def tell(self, event: Event) -> ReplicaEvent:
@@ -43,8 +54,8 @@ class Teller:
             documents=list(started.documents),
             timings=Timings(
                 queue_ms=_ms(started.queue_s),
-                fetch_ms=_ms(self._fetch_s),
-                verify_ms=None,
+                fetch_ms=_ms(self._finding.fetch_s),
+                verify_ms=_ms(self._finding.verify_s),
                 extract_ms=_ms(started.extract_s),
                 compose_ms=_ms(started.compose_s),
                 first_token_ms=_ms(time.monotonic() - self._arrived_s),

@@ -9,6 +9,7 @@ from c2kv_core.store.names import check_namespace
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage, StoredFile
 from c2kv_core.store.texts import SourceText
+from c2kv_core.store.timing import ReadTiming
 from c2kv_core.store.verify import Problem, VerifyReport
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Miss",
     "MissReason",
     "Problem",
+    "ReadTiming",
     "SourceText",
     "Storage",
     "StoredFile",

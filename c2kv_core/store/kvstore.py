@@ -29,6 +29,7 @@ from c2kv_core.store.reader import DEFAULT_REFRESH_S, IndexReader
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
 from c2kv_core.store.texts import SourceText, Texts
+from c2kv_core.store.timing import ReadTiming
 from c2kv_core.store.verify import VerifyReport, verify_rows
 from c2kv_core.store.writer import write_shard
 
@@ -179,11 +180,10 @@ class KVStore:
         self._index.upsert(rows)
         self._reader.invalidate()
 
-    def get(self, ids: Iterable[str], *, namespace: str) -> dict[str, StoredDocument | Miss]:
-        """Documents by id, each whole and verified, or why not.
+    def lookup(self, ids: Iterable[str], *, namespace: str) -> dict[str, IndexRow | Miss]:
+        """The live row of each document under the opened identity, or why there is none; reads no slots.
 
-        Tensors are views of the mapped shard: read only, and valid as long as they are held. Other
-        processes' commits are seen within ``index_refresh_s``, one's own at once.
+        As fresh as ``get``.
 
         Raises:
             InputError: a malformed namespace, or a string instead of a list of ids.
@@ -192,7 +192,35 @@ class KVStore:
         """
         identity = self._required_identity("read slots")
         found = self._reader.lookup(check_namespace(namespace), _listed(ids))
-        return {doc_id: self._read(doc_id, rows, identity) for doc_id, rows in found.items()}
+        return {doc_id: self._own_row(doc_id, rows, identity) for doc_id, rows in found.items()}
+
+    def get(
+        self, ids: Iterable[str], *, namespace: str, timing: ReadTiming | None = None
+    ) -> dict[str, StoredDocument | Miss]:
+        """Documents by id, each whole and verified, or why not.
+
+        Tensors are views of the mapped shard: read only, and valid as long as they are held. Other
+        processes' commits are seen within ``index_refresh_s``, one's own at once.
+
+        Args:
+            ids: of documents.
+            namespace: tenant.
+            timing: adds up how long verification took.
+
+        Raises:
+            InputError: a malformed namespace, or a string instead of a list of ids.
+            IdentityError: opened without an identity.
+            StoreError: the index cannot be read.
+        """
+        identity = self._required_identity("read slots")
+        outcomes: dict[str, StoredDocument | Miss] = {}
+        for doc_id, row in self.lookup(ids, namespace=namespace).items():
+            if isinstance(row, IndexRow):
+                outcomes[doc_id] = fetch_document(self._storage, row, identity=identity, timing=timing)
+            else:
+                outcomes[doc_id] = row
+            self._count(outcomes[doc_id])
+        return outcomes
 
     def delete(self, ids: Iterable[str], *, namespace: str) -> int:
         """Remove documents under every identity, and their texts; how many index rows went.
@@ -296,18 +324,14 @@ class KVStore:
         """
         return collect_garbage(self._storage, self._index, retention_s=retention_s, dry_run=dry_run)
 
-    def _read(self, doc_id: str, rows: tuple[IndexRow, ...], identity: Identity) -> StoredDocument | Miss:
+    def _own_row(self, doc_id: str, rows: tuple[IndexRow, ...], identity: Identity) -> IndexRow | Miss:
         own = next((row for row in rows if row.fingerprint == self._fingerprint), None)
-        outcome: StoredDocument | Miss
         if own is not None:
-            outcome = fetch_document(self._storage, own, identity=identity)
-        elif rows:
-            difference = self._identities.explain_difference(identity, {row.fingerprint for row in rows})
-            outcome = Miss(reason="other_identity", detail=f"stored under another identity: {difference}")
-        else:
-            outcome = Miss(reason="not_found", detail=f"no document {doc_id!r}")
-        self._count(outcome)
-        return outcome
+            return own
+        if not rows:
+            return Miss(reason="not_found", detail=f"no document {doc_id!r}")
+        difference = self._identities.explain_difference(identity, {row.fingerprint for row in rows})
+        return Miss(reason="other_identity", detail=f"stored under another identity: {difference}")
 
     def _count(self, outcome: StoredDocument | Miss) -> None:
         if isinstance(outcome, Miss):
