@@ -63,7 +63,7 @@ def demo(
             f"   {report.documents} documents: {report.extracted} extracted, {report.unchanged} unchanged; "
             f"{report.source_tokens:,} tokens became {report.slots:,} slots, {report.stored_bytes / 2**20:.1f} MiB"
         )
-        config = ServeConfig(ratio=ratio, torch_threads=os.cpu_count(), **settings)
+        config = ServeConfig(ratio=ratio, **settings)
         for remark in probe(config).remarks(config):
             out.print(f"   Note: {remark}")
         out.print("2. Serving them with Ray Serve ...")

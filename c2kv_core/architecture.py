@@ -41,6 +41,10 @@ def _check_attention(config: Any) -> None:
     windowed = [kind for kind in layer_types if kind != "full_attention"]
     if getattr(config, "use_sliding_window", False) or windowed:
         raise _refuse("sliding window attention", windowed[:1] or True, "full attention in every layer")
+    kernel = getattr(config, "_attn_implementation", None)
+    if kernel not in (None, "sdpa"):
+        # Layers are called without a mask, which only SDPA takes for causal.
+        raise _refuse("attn_implementation", kernel, "sdpa")
     if getattr(config, "attention_dropout", 0.0):
         raise _refuse("attention_dropout", config.attention_dropout, "0.0")
 

@@ -1,7 +1,7 @@
 """Digest of a base model's weights, computed once a directory and remembered.
 
 The digest runs over (name, dtype, shape, bytes) of the saved tensors in order of name, so that it does not depend on
-how the weights are cut into files. The note in the user's cache folder holds each file's size and modification time.
+how the weights are cut into files. The note in the user's cache folder is found by each file's path and stamp.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def base_digest(directory: str | Path) -> str:
         raise ModelError(
             f"expected weights as *.safetensors in {directory}, found none; save the model in that form"
         )
-    stamp = {str(f.resolve()): [f.stat().st_size, f.stat().st_mtime_ns] for f in files}
+    stamp = {str(f.resolve()): _stamp(f.stat()) for f in files}
     key = hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()
     note = cache_folder() / "digests" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError):
@@ -40,6 +40,11 @@ def base_digest(directory: str | Path) -> str:
     with contextlib.suppress(OSError):
         _write(note, {"digest": digest, "files": stamp})
     return digest
+
+
+def _stamp(stat: os.stat_result) -> list[int]:
+    # Archives, image layers and `cp --preserve` set the modification time; nothing sets the change time.
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _files_digest(files: list[Path]) -> str:

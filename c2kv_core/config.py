@@ -6,7 +6,7 @@ Unknown keys are refused by name with the nearest valid one, also nested ones. M
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -101,10 +101,17 @@ def _first_fault(kind: type[BaseModel], error: ValidationError) -> str:
 
 
 def _keys_at(kind: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """Keys that are valid at a place of the configuration, also inside lists and optional groups."""
+    kinds = [kind]
     for name in path:
-        field = kind.model_fields.get(str(name))
-        inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        kind = inner
-    return list(kind.model_fields)
+        if isinstance(name, int):
+            continue
+        fields = [k.model_fields[name] for k in kinds if name in k.model_fields]
+        kinds = [inner for field in fields for inner in _models_in(field.annotation)]
+    return [key for k in kinds for key in k.model_fields]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for part in get_args(annotation) for kind in _models_in(part)]

@@ -1,9 +1,11 @@
 """Loading a frozen base model and its tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,11 +41,18 @@ def load_base(
     try:
         check_supported(AutoConfig.from_pretrained(source))
         tokenizer = load_tokenizer(source)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source, dtype=parse_dtype(dtype), attn_implementation="sdpa"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=parse_dtype(dtype), attn_implementation="sdpa", output_loading_info=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(name_or_path, error) from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        # transformers fills them with random numbers and only warns.
+        raise ModelError(
+            f"cannot load model {name_or_path!r}: its files lack {len(missing)} tensors, the first is "
+            f"{missing[0]}; fetch the model again"
+        )
     model.to(torch.device(device))  # type: ignore[arg-type]
     return model.eval().requires_grad_(False), tokenizer
 

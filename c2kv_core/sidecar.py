@@ -6,7 +6,9 @@ Shape legend: D hidden, L layers, R rank.
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +34,10 @@ class LowRankProjection(nn.Module):
         self.down = nn.Parameter(torch.randn(rank, in_features) / in_features**0.5)
         self.up = nn.Parameter(torch.zeros(out_features, rank))
 
+    def fits(self, base: nn.Linear) -> bool:
+        """Whether it can stand beside this base projection."""
+        return (self.up.shape[0], self.down.shape[1]) == tuple(base.weight.shape)
+
     def forward(self, x: Tensor, base: nn.Linear) -> Tensor:
         """(..., in) to (..., out)."""
         out: Tensor = base(x) + (x @ self.down.T) @ self.up.T
@@ -45,6 +51,10 @@ class FullProjection(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def fits(self, base: nn.Linear) -> bool:
+        """Whether it can stand beside this base projection."""
+        return self.weight.shape == base.weight.shape and (self.bias is None) == (base.bias is None)
 
     def forward(self, x: Tensor, base: nn.Linear) -> Tensor:
         """(..., in) to (..., out); the base is not used."""
@@ -105,6 +115,11 @@ class Sidecar(nn.Module):
         out: Tensor = projections[f"{name}_proj"](x, getattr(attention, f"{name}_proj"))
         return out
 
+    def projections(self) -> Iterator[nn.Module]:
+        """All projections, layer by layer."""
+        for layer in self.layers:
+            yield from layer.children()
+
     def digest(self) -> str:
         """Digest of tensors; with the settings it identifies the slots' meaning."""
         return tensors_digest(self.state_dict().items())
@@ -159,8 +174,11 @@ class Sidecar(nn.Module):
             layers = [_projections_from(tensors, index) for index in range(header.geometry.layers)]
             sidecar = cls(header, tensors["slot_embedding"].clone(), layers)
             sidecar.load_state_dict(tensors)
-        except (KeyError, RuntimeError) as error:
+        except (KeyError, RuntimeError, TypeError) as error:
             raise SidecarError(f"{source}: tensors do not fit the sidecar's header: {error}") from error
+        ranks = {p.down.shape[0] if isinstance(p, LowRankProjection) else None for p in sidecar.projections()}
+        if ranks - {header.config.rank}:
+            raise SidecarError(f"{source}: expected projections of rank {header.config.rank}, got {ranks}")
         return sidecar.to(tensors["slot_embedding"].dtype)
 
     def check_base(self, model: PreTrainedModel) -> None:
@@ -177,6 +195,14 @@ class Sidecar(nn.Module):
         hidden, width = self.slot_embedding.shape[0], model.config.hidden_size
         if hidden != width:
             raise SidecarError(f"the sidecar is for a hidden size of {hidden}, the model has {width}")
+        for index, layer in enumerate(hf_adapter.decoder_layers(model)):
+            projections: Any = self.layers[index]
+            for name in PROJECTIONS:
+                base = getattr(layer.self_attn, name)
+                if not projections[name].fits(base):
+                    raise SidecarError(
+                        f"the sidecar's layers.{index}.{name} does not fit the model's {base}; give its own base model"
+                    )
 
 
 def _projections_like(attention: hf_adapter.StockLayer, rank: int | None) -> nn.ModuleDict:

@@ -1,5 +1,6 @@
 """Settings of a served application."""
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,7 @@ class ServeConfig(Config):
     num_gpus: float = Field(default=0.0, ge=0)
     """GPUs Ray reserves for a replica."""
     torch_threads: int | None = Field(default=None, ge=1)
-    """Threads of a replica's CPU maths; null leaves what Ray derives from ``num_cpus``."""
+    """Threads of a replica's CPU maths; null shares the cores out among the replicas; a GPU needs none."""
 
     max_running: int = Field(default=4, ge=1)
     """Requests of a replica that are decoded at the same time; more wait in the replica."""
@@ -110,6 +111,12 @@ class ServeConfig(Config):
     def drain_s(self) -> float:
         """Graceful shutdown of a generator replica, in seconds."""
         return self.max_request_s + DRAIN_MARGIN_S
+
+    def threads(self) -> int | None:
+        """Torch threads of a replica; None leaves what Ray derives from its logical CPUs."""
+        if self.torch_threads is not None or self.num_gpus:
+            return self.torch_threads
+        return max(1, (os.cpu_count() or 1) // self.num_replicas)
 
     def compressor_spec(self) -> CompressorSpec:
         """What compresses documents here: must be what compressed those in the store."""

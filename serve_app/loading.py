@@ -26,8 +26,9 @@ def load_service(config: ServeConfig) -> tuple[ChatService, Engine]:
     """
     for remark in probe(config).remarks(config):
         logger.warning(remark)
-    if config.torch_threads is not None:
-        torch.set_num_threads(config.torch_threads)
+    threads = config.threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
     compressor = Compressor.load(config.compressor_spec())
     memory = SlotMemory(max_bytes=config.memory_cache_bytes, namespace=config.namespace)
     contexts = ContextBuilder(

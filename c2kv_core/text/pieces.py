@@ -40,6 +40,7 @@ class PieceEncoder:
         # A tokenizer without control tokens needs a pattern that never matches.
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._anchor = self._first_piece_anchor()
+        self._anchor_after_control = "" if self._sets_a_blank_after_controls() else self._anchor
 
     def disguise(self, contents: Iterable[str]) -> Disguise:
         """A disguise whose marker occurs in none of the contents."""
@@ -52,20 +53,19 @@ class PieceEncoder:
     def encode(self, text: str, disguise: Disguise) -> list[int]:
         """Ids of rendered text; nothing is added, BOS comes only from the template."""
         ids: list[int] = []
-        end = 0
+        end, anchor = 0, self._anchor
         for control in self._pattern.finditer(text):
-            ids += self.encode_plain(disguise.reveal(text[end : control.start()]))
+            ids += self._plain(disguise.reveal(text[end : control.start()]), anchor)
             ids.append(self._control[control[0]])
-            end = control.end()
-        return ids + self.encode_plain(disguise.reveal(text[end:]))
+            end, anchor = control.end(), self._anchor_after_control
+        return ids + self._plain(disguise.reveal(text[end:]), anchor)
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Ids of text in which nothing is a control token."""
+    def _plain(self, text: str, anchor: str) -> list[int]:
+        """Ids of text in which nothing is a control token, as they are after ``anchor``."""
         if not text:
             return []
-        ids = self._split(self._anchor + text)["input_ids"]
-        anchor = self._split(self._anchor)["input_ids"] if self._anchor else []
-        return list(ids[len(anchor) :])
+        before = self._split(anchor)["input_ids"] if anchor else []
+        return list(self._split(anchor + text)["input_ids"][len(before) :])
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Character range of each token of plain text."""
@@ -84,3 +84,11 @@ class PieceEncoder:
         """
         tokens = self._tokenizer.convert_ids_to_tokens(self._split("a")["input_ids"])
         return "\n" if tokens and tokens[0].startswith("▁") else ""
+
+    def _sets_a_blank_after_controls(self) -> bool:
+        """Whether a word right after a control token gets that blank too, as older conversions do."""
+        if not self._anchor or not self._control:
+            return False
+        control, index = next(iter(self._control.items()))
+        ids = self._tokenizer(f"{control}a", add_special_tokens=False)["input_ids"]
+        return ids[0] == index and str(self._tokenizer.convert_ids_to_tokens(ids[1])).startswith("▁")

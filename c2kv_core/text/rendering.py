@@ -66,9 +66,7 @@ class ChatRenderer:
         hidden = disguise.hide(content)
         if self.layout == "block":
             return self._pieces.encode(f"{hidden}\n\n", disguise)
-        before = self._first_turn
-        whole = self._render([_user(_FIRST), _user(hidden)])
-        return self._pieces.encode(_after(whole, before), disguise)
+        return self._pieces.encode(self._after_first_turn([_user(hidden)]), disguise)
 
     def question_ids(self, messages: Sequence[Message]) -> list[int]:
         """All messages after the documents, and the assistant header.
@@ -83,8 +81,7 @@ class ChatRenderer:
         if self.layout == "block":
             text = self._question_in_block(hidden)
         else:
-            whole = self._render([_user(_FIRST), *hidden], generate=True)
-            text = _after(whole, self._first_turn)
+            text = self._after_first_turn(hidden, generate=True)
         return self._pieces.encode(text, disguise)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
@@ -101,13 +98,20 @@ class ChatRenderer:
 
     # ---- how the template is cut
 
+    def _after_first_turn(self, messages: list[dict[str, str]], *, generate: bool = False) -> str:
+        # Rendered anew each time: some templates print the date.
+        first = self._render([_user(_FIRST)])
+        return _after(self._render([_user(_FIRST), *messages], generate=generate), first)
+
     @cached_property
-    def _first_turn(self) -> str:
-        return self._render([_user(_FIRST)])
+    def _block_lead(self) -> str:
+        """What a shared user turn starts with, so that no blank of the template grows into the first document."""
+        before, _, _ = self._render([_user(_FIRST)]).rpartition(_FIRST)
+        return "\n\n" if before.endswith(" ") else ""
 
     def _prefix_text(self, system: list[dict[str, str]]) -> str:
         if self.layout == "block":
-            return self._render([*system, _user(_FIRST)]).partition(_FIRST)[0]
+            return self._render([*system, _user(self._block_lead + _FIRST)]).rpartition(_FIRST)[0]
         one = self._render([*system, _user(_FIRST)])
         second_turn = _after(self._render([*system, _user(_FIRST), _user(_SECOND)]), one)
         first_turn = second_turn.replace(_SECOND, _FIRST)
@@ -149,7 +153,7 @@ class ChatRenderer:
         messages: list[dict[str, str]]
         if self.layout == "block":
             block = f"{document_content(title, text)}\n\n" * 2
-            messages = [_user(f"{block}{question}")]
+            messages = [_user(f"{self._block_lead}{block}{question}")]
         else:
             messages = [_user(document_content(title, text))] * 2 + [_user(question)]
         whole = self._render(messages, generate=True)

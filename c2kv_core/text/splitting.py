@@ -11,6 +11,7 @@ SPLITTER_VERSION = 1
 """Raised when the rules below change: it is part of the fingerprint."""
 
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
+_BLANKS = re.compile(r"\s*")
 _SENTENCE_END = re.compile(r"[.!?…؟][\"'”’)\]]*\s|[。！？][」』”）]*|[।॥]\s*")
 
 
@@ -50,11 +51,17 @@ class _Splitter:
 
     def parts(self) -> list[list[int]]:
         made: list[list[int]] = []
-        char = 0
-        while self.text[char:].strip():
-            ids, char = self._next_part(char)
+        char = self._skip_blanks(0)
+        while char < len(self.text):
+            ids, end = self._next_part(char)
             made.append(ids)
+            char = self._skip_blanks(end)
         return made
+
+    def _skip_blanks(self, char: int) -> int:
+        # A part that starts with blanks could hold nothing else.
+        found = _BLANKS.match(self.text, char)
+        return found.end() if found else char
 
     def _next_part(self, char: int) -> tuple[list[int], int]:
         """Ids of the part that starts at a character, and where the next starts."""

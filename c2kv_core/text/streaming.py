@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
+
+_INCOMPLETE = "\ufffd"
+"""What decoders give for bytes that are no character, or not yet."""
 
 
 class TextStream:
@@ -13,10 +15,10 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._decode = DecodeStream(skip_special_tokens=True)
+        self._tokenizer = tokenizer.backend_tokenizer
         self._stop = [s for s in stop if s]
-        self._ids: list[int] = []
+        self._window: list[int] = []
+        self._complete = 0
         self._decoded = ""
         self._shown = 0
         self.stopped = False
@@ -26,24 +28,32 @@ class TextStream:
         """Text that ``token`` completes; empty while it is held back."""
         if self.stopped:
             return ""
-        self._ids.append(token)
-        self._decoded += self._decode.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._window.append(token)
+        new = self._new_text()
+        if new and not new.endswith(_INCOMPLETE):
+            self._decoded += new
+            # Tokens decode differently at a start: the last complete ones stay as context.
+            self._window = self._window[self._complete :]
+            self._complete = len(self._window)
         return self._show(held=self._longest_partial_stop())
 
     def finish(self) -> str:
         """Whatever is still held back when the answer ends."""
         if self.stopped:
             return ""
-        whole = str(self._tokenizer.decode(self._ids, skip_special_tokens=True))
         # Bytes that never became a character show as the decoder's replacement character, as in a whole decode.
-        if whole.startswith(self._decoded):
-            self._decoded = whole
+        self._decoded += self._new_text()
         return self._show(held=0)
 
     @property
     def text(self) -> str:
         """All text shown so far."""
         return self._decoded[: self._shown]
+
+    def _new_text(self) -> str:
+        """Text of the window beyond its complete tokens, whose text is out already."""
+        known = self._tokenizer.decode(self._window[: self._complete], skip_special_tokens=True)
+        return str(self._tokenizer.decode(self._window, skip_special_tokens=True)[len(known) :])
 
     def _show(self, *, held: int) -> str:
         end = len(self._decoded) - held
