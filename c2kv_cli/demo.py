@@ -4,6 +4,7 @@ import json
 import os
 import random
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +46,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Extract the example documents, serve them on Ray, ask questions; slots beside full prefill."""
-    out = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    # Bound now: while Ray runs, standard output is Ray's to fill.
+    out = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
     corpus = EXAMPLES / "corpus"
     chosen = read_questions(EXAMPLES / "questions.jsonl")
     if not corpus.is_dir():
@@ -53,7 +55,7 @@ def demo(
             f"expected the example documents in {corpus}; run the demo from a clone of the project"
         )
     random.Random(SEED).shuffle(chosen)
-    with _store_directory(store) as directory, ray_session():
+    with _store_directory(store) as directory, ray_session() as started_ray:
         settings: dict[str, Any] = {"store": str(directory), "model": model, "sidecar": sidecar}
         out.print(
             f"1. Extracting the documents of {os.path.relpath(corpus)} at {ratio} source tokens per slot ..."
@@ -73,7 +75,7 @@ def demo(
             answers = _ask_all(running, config, corpus, chosen[:questions], out)
         finally:
             out.print("4. Stopping the server and Ray ...")
-            running.stop()
+            running.stop(ray_stops_too=started_ray)
     if as_json:
         print_json({"extract": report.to_dict(), "answers": [a.to_dict() for a in answers]})
 

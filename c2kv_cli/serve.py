@@ -56,7 +56,7 @@ def run(config: ServeConfig, *, host: str, port: int) -> None:
 
     from pipelines.ray_session import ray_session
 
-    with ray_session():
+    with ray_session() as started_ray:
         # Ray puts its own handler in place when it starts, which would leave Serve's processes to themselves.
         signal.signal(signal.SIGTERM, _interrupt)
         running = start(config, host=host, port=port)
@@ -67,7 +67,7 @@ def run(config: ServeConfig, *, host: str, port: int) -> None:
                     signal.pause()
             _say("stopping: answers that have begun are finished first")
         finally:
-            running.stop()
+            running.stop(ray_stops_too=started_ray)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

@@ -157,7 +157,7 @@ class Sidecar(nn.Module):
         missing = [name for name in (HEADER_FILE, TENSOR_FILE) if not (root / name).is_file()]
         if missing:
             raise SidecarError(
-                f"expected a sidecar in {root}, found no {missing[0]}; give the folder `c2kv train` wrote"
+                f"expected a sidecar in {root}, found no {missing[0]}; give the folder that holds one"
             )
         header = SidecarHeader.from_json((root / HEADER_FILE).read_text(), source=str(root / HEADER_FILE))
         tensors = _read_tensors(root / TENSOR_FILE)

@@ -2,8 +2,9 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 OBJECT_STORE_BYTES = 300 * 2**20
 """Object store of a Ray started here. Slots never pass through it; only small rows do."""
@@ -12,11 +13,12 @@ MIN_LOGICAL_CPUS = 4
 
 
 @contextmanager
-def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> Iterator[None]:
+def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> Iterator[bool]:
     """Ray for the time of a ``with`` block.
 
     Joins the cluster of ``RAY_ADDRESS`` (set inside a submitted job), or one this process has joined already;
-    otherwise starts one on this machine and stops it at the end.
+    otherwise starts one on this machine and stops it at the end. Gives whether it started one. What Ray prints goes to
+    stderr: stdout is for results.
 
     Args:
         num_cpus: logical CPUs of a cluster started here; at least 4 by default.
@@ -27,11 +29,13 @@ def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> 
     joins = bool(os.environ.get("RAY_ADDRESS"))
     if not joins:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        # Remarks of Ray's own processes about normal things; its log files keep what matters.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # Imported late: the variables above are read at import.
     import ray
 
     if ray.is_initialized():
-        yield
+        yield False
         return
     if joins:
         ray.init(log_to_driver=log_to_driver)
@@ -46,6 +50,7 @@ def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> 
             _system_config={"metrics_report_interval_ms": 60_000},
         )
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield not joins
     finally:
         ray.shutdown()

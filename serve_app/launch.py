@@ -1,6 +1,7 @@
 """Starting and stopping the application on a Ray that runs already; used by ``c2kv serve`` and ``c2kv demo``."""
 
 import errno
+import logging
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,11 +37,18 @@ class Running:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{host}:{self.port}"
 
-    def stop(self) -> None:
-        """Drain and stop the application and the Serve that was started for it."""
+    def stop(self, *, ray_stops_too: bool = False) -> None:
+        """Drain and stop the application and the Serve that was started for it.
+
+        Args:
+            ray_stops_too: Ray is about to be stopped, which ends Serve's own processes without a second farewell.
+        """
         from ray import serve
 
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        if ray_stops_too:
+            serve.delete(APP_NAME)
+        else:
+            serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def check_port_free(host: str, port: int) -> None:
@@ -78,6 +86,8 @@ def start(config: ServeConfig, *, host: str = "127.0.0.1", port: int = 8000) -> 
 
     from serve_app.app import bind
 
+    # Its chatter is for operators of a cluster; what goes wrong is raised.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     status = serve.status()
     if status.proxies or status.applications:
         # Serve would take the application and ignore the address.

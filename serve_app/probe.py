@@ -24,7 +24,7 @@ class Probe:
         if not self.trained:
             remarks.append(
                 f"the sidecar for {config.model} is untrained: answers over compressed documents will be poor; "
-                "train one with `c2kv train` and give it with --sidecar"
+                "give a trained one with --sidecar"
             )
         if not self.documents:
             remarks.append(
