@@ -240,17 +240,11 @@ def service(world: World) -> Iterator[ChatService]:
 
 
 @pytest.fixture(scope="session")
-def endpoint(world: World) -> Iterator[Running]:
+def endpoint(ray_cluster: None, world: World) -> Iterator[Running]:
     """The application on a real Ray, with few places, so that tests can fill them."""
-    # Imported late: tests without Ray need not wait for it.
-    from pipelines.ray_session import ray_session
-
-    with ray_session():
-        running = start(
-            world.config(
-                max_running=2, max_ongoing_requests=2, max_queued_requests=2, max_request_bytes=64_000
-            ),
-            port=free_port(),
-        )
-        yield running
-        running.stop()
+    running = start(
+        world.config(max_running=2, max_ongoing_requests=2, max_queued_requests=2, max_request_bytes=64_000),
+        port=free_port(),
+    )
+    yield running
+    running.stop()
