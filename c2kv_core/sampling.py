@@ -41,7 +41,9 @@ class Sampler:
         """The next token id from (vocabulary,) logits."""
         if self.params.temperature == 0.0:
             return int(logits_V.argmax())
-        probabilities = torch.softmax(logits_V.float().cpu() / self.params.temperature, dim=-1)
+        # The largest becomes 0 before the division, which in float32 would overflow at small temperatures.
+        logits_V = logits_V.double().cpu()
+        probabilities = torch.softmax((logits_V - logits_V.max()) / self.params.temperature, dim=-1).float()
         if self.params.top_p < 1.0:
             probabilities = _nucleus(probabilities, self.params.top_p)
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
@@ -49,6 +51,8 @@ class Sampler:
 
 def _nucleus(probabilities_V: Tensor, top_p: float) -> Tensor:
     ordered, order = probabilities_V.sort(descending=True)
-    # A token stays while the mass before it is below top_p, so that the first always stays.
-    ordered[ordered.cumsum(0) - ordered >= top_p] = 0.0
+    # A token stays while the mass before it is below top_p; the first also where top_p rounds to 0.
+    beyond = ordered.cumsum(0) - ordered >= top_p
+    beyond[0] = False
+    ordered[beyond] = 0.0
     return torch.zeros_like(probabilities_V).scatter(0, order, ordered)

@@ -1,6 +1,7 @@
 """The documents to extract as a Ray Data source: one read task a file, streaming small blocks."""
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ class PendingDocuments(Datasource):
         self._files = source_files(corpus)
         self._root = corpus_root(corpus)
         self._block_documents = block_documents
-        # A limit cuts the corpus in file order, so one task must read the files in turn.
-        self._one_task = limit is not None
+        self._limit = limit
         self._pending = ray.put(dict(pending))
 
     def estimate_inmemory_data_size(self) -> int | None:
@@ -48,7 +48,8 @@ class PendingDocuments(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         """Consecutive files, about ``TASK_BYTES`` a task: neither a task a tiny file nor one for everything."""
-        if self._one_task:
+        if self._limit is not None:
+            # A limit cuts the corpus in file order, so one task must read the files in turn.
             return [self._task(self._files)]
         groups: list[list[Path]] = []
         filled = TASK_BYTES
@@ -66,25 +67,32 @@ class PendingDocuments(Datasource):
             num_rows=None, size_bytes=size, input_files=tuple(str(f) for f in files), exec_stats=None
         )
         return ReadTask(
-            _reader(files, self._root, self._pending, self._block_documents), metadata, schema=SCHEMA
+            _reader(files, self._root, self._pending, self._limit, self._block_documents),
+            metadata,
+            schema=SCHEMA,
         )
 
 
 def _reader(
-    files: list[Path], root: Path, pending: "ray.ObjectRef[dict[str, tuple[int, ...]]]", block_documents: int
+    files: list[Path],
+    root: Path,
+    pending: "ray.ObjectRef[dict[str, tuple[int, ...]]]",
+    limit: int | None,
+    block_documents: int,
 ) -> Callable[[], Iterable[pa.Table]]:
     def read() -> Iterable[pa.Table]:
         wanted: dict[str, tuple[int, ...]] = ray.get(pending)
         rows: list[dict[str, Any]] = []
-        for file in files:
-            for document in read_documents(file, root=root):
-                ratios = wanted.get(document.doc_id)
-                if ratios is None:
-                    continue
-                rows.append({**document._asdict(), "ratios": list(ratios)})
-                if len(rows) == block_documents:
-                    yield pa.Table.from_pylist(rows, schema=SCHEMA)
-                    rows = []
+        documents = (document for file in files for document in read_documents(file, root=root))
+        # Not a document further than the plan: what lies behind the limit was never checked.
+        for document in islice(documents, limit):
+            ratios = wanted.get(document.doc_id)
+            if ratios is None:
+                continue
+            rows.append({**document._asdict(), "ratios": list(ratios)})
+            if len(rows) == block_documents:
+                yield pa.Table.from_pylist(rows, schema=SCHEMA)
+                rows = []
         if rows:
             yield pa.Table.from_pylist(rows, schema=SCHEMA)
 

@@ -121,7 +121,8 @@ def _outcomes(config: ExtractConfig, plan: ExtractPlan, run: str) -> Iterator[di
 
     context = DataContext.get_current()
     context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    # At errors it prints the trace of every failure, which is told on one line below.
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     context.execution_no_progress_timeout_s = config.stall_timeout_s
     _check_resources(config)
     source = PendingDocuments(
@@ -153,10 +154,19 @@ def _outcomes(config: ExtractConfig, plan: ExtractPlan, run: str) -> Iterator[di
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
             yield from batch.to_pylist()
     except RayError as error:
-        cause = str(error).strip().splitlines()[-1]
         raise C2KVError(
-            f"the job stopped: {cause}; what was published stays, run the same command again to go on"
+            f"the job stopped: {_cause(error)}; what was published stays, run the same command again to go on"
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    """What happened, on one line: the remote exception where Ray carries it, else the end of Ray's report."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, Exception):
+        return str(error).strip().splitlines()[-1]
+    # Ray Data adds advice on its retries, behind the message of what a task raised.
+    line = next((line for line in str(cause).splitlines() if line.strip()), "")
+    return line if isinstance(cause, C2KVError) else f"{type(cause).__name__}: {line}"
 
 
 READER_CPUS = 0.5

@@ -8,6 +8,7 @@ from c2kv_core.document import StoredDocument
 from c2kv_core.store import KVStore, Miss, ReadTiming, SourceText
 from c2kv_core.text import content_hash
 from serve_app.errors import ApiError, Fault
+from serve_app.fitting import Fitting
 from serve_app.plan import Extraction, LeftOut, OrdinaryText, PlannedDocument, Slots
 from serve_app.protocol import DocumentRef, OnMissing
 from serve_app.slot_memory import SlotMemory
@@ -27,6 +28,7 @@ class DocumentResolver:
         memory: SlotMemory,
         namespace: str,
         tokenizer_lock: threading.Lock,
+        fitting: Fitting,
     ) -> None:
         """Bind the places where documents are found.
 
@@ -36,12 +38,14 @@ class DocumentResolver:
             memory: the tier before the store.
             namespace: tenant whose documents these are.
             tokenizer_lock: held while encoding.
+            fitting: refuses text that no context can hold.
         """
         self._compressor = compressor
         self._store = store
         self._memory = memory
         self._namespace = namespace
         self._tokenizer_lock = tokenizer_lock
+        self._fitting = fitting
 
     def resolve(
         self, documents: Sequence[DocumentRef], on_missing: OnMissing, *, timing: ReadTiming | None = None
@@ -50,6 +54,7 @@ class DocumentResolver:
 
         Raises:
             ApiError: 404 naming a document that cannot be had.
+            ContextLengthError: a text far beyond the model's positions.
             StoreError: the store's tables cannot be read.
         """
         stored = self._stored_slots([d.id for d in documents if d.id is not None], timing)
@@ -120,11 +125,15 @@ class DocumentResolver:
         held = self._in_memory(key)
         if held is not None:
             return held
+        self._fitting.check(title)
+        self._fitting.check(text)
         with self._tokenizer_lock:
             parts = self._compressor.part_ids(title, text)
         return Extraction(part_ids=tuple(map(tuple, parts)), content_hash=key)
 
     def _ordinary(self, title: str, text: str) -> OrdinaryText:
+        self._fitting.check(title)
+        self._fitting.check(text)
         with self._tokenizer_lock:
             return OrdinaryText(ids=tuple(self._compressor.renderer.document_ids(title, text)))
 

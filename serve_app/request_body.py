@@ -40,8 +40,15 @@ def parse_request(body: bytes) -> ChatRequest:
     """
     try:
         data = json.loads(body)
+        # json lets halves of surrogate pairs pass; no tokenizer and no answer can hold one.
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = "expected text in the JSON body, got half a surrogate pair (\\ud800 to \\udfff)"
+        raise bad_request(message, code="invalid_json") from error
     except ValueError as error:
         raise bad_request(f"expected a JSON object as body: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise bad_request("expected a JSON object as body: nested too deeply", code="invalid_json") from error
     if not isinstance(data, dict):
         raise bad_request(f"expected a JSON object as body, got {type(data).__name__}", code="invalid_json")
     _check_top_level(data)

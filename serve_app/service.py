@@ -19,6 +19,7 @@ from serve_app.documents import DocumentResolver
 from serve_app.engine import Engine, answer_events
 from serve_app.errors import ApiError, bad_request, deadline_exceeded, fault_of
 from serve_app.events import ReplicaEvent, error_event
+from serve_app.fitting import Fitting
 from serve_app.jobs import Job
 from serve_app.plan import PlannedDocument
 from serve_app.protocol import ChatRequest
@@ -45,12 +46,18 @@ class ChatService:
         self._engine = engine
         self._tokenizer_lock = threading.Lock()
         """Fast tokenizers refuse to be reconfigured while another thread encodes."""
+        self._fitting = Fitting(
+            compressor.renderer,
+            positions=hf_adapter.max_positions(compressor.model),
+            tokenizer_lock=self._tokenizer_lock,
+        )
         self._resolver = DocumentResolver(
             compressor=compressor,
             store=store,
             memory=memory,
             namespace=config.namespace,
             tokenizer_lock=self._tokenizer_lock,
+            fitting=self._fitting,
         )
         # Reads and tokenising stay off the event loop and off the model's thread.
         self._readers = ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="c2kv-fetch")
@@ -119,6 +126,8 @@ class ChatService:
     def _plan(self, request: ChatRequest, deadline_s: float) -> tuple[Job, FindTiming]:
         """The job, and how long it took to find the documents."""
         conversation = lay_out(request.messages)
+        for message in request.messages:
+            self._fitting.check(message.content)
         started_s = time.monotonic()
         timing = ReadTiming()
         documents = self._resolver.resolve(request.documents, request.c2kv.on_missing, timing=timing)

@@ -29,6 +29,14 @@ def test_a_low_temperature_is_nearly_greedy_and_a_high_one_nearly_even() -> None
     assert min(draws(temperature=100.0)[token] for token in range(5)) > 40
 
 
+@pytest.mark.parametrize("tiny", [1e-30, 1e-40, 1e-300, 5e-324])
+def test_the_smallest_temperature_and_nucleus_are_greedy(tiny: float) -> None:
+    far = 1000 * LOGITS
+    assert set(draws(20, logits=far, temperature=tiny)) == {1}
+    assert set(draws(20, logits=-far, temperature=tiny, top_p=0.5)) == {2}
+    assert set(draws(20, top_p=tiny)) == {1}
+
+
 def test_draws_follow_the_probabilities() -> None:
     counts = draws(4000)
     for token, share in enumerate(LOGITS.exp().tolist()):

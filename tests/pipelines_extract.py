@@ -2,16 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from c2kv_core import Compressor, StoredDocument
 from c2kv_core.config import load_config
+from c2kv_core.errors import C2KVError
 from c2kv_core.store import KVStore
 from pipelines.extract import extract
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_report import ExtractReport
+from pipelines.plan import ExtractPlan, plan_extraction
 from tests.pipelines_sources import write_jsonl
 from tests.tiny_models import save_tiny_model
 
@@ -132,6 +135,38 @@ def test_one_bad_document_fails_alone_and_is_named(
     assert [f.doc_id for f in report.failed] == ["wide"]
     assert "64 positions" in report.failed[0].reason
     assert_accounted(report, extracted=2, unchanged=0)
+
+
+def test_a_limited_run_reads_nothing_behind_its_limit(
+    ray_cluster: None, tmp_path: Path, model_dir: Path
+) -> None:
+    # Neither checked nor wanted: another text under a planned id, and a row that cannot be read.
+    rows: list[object] = [ROWS[0], ROWS[3], {**ROWS[0], "text": "behind the limit"}, "not an object"]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", rows)
+    config = ExtractConfig(corpus=str(corpus), store=str(tmp_path / "store"), model=str(model_dir), limit=2)
+    assert_accounted(extract(config), extracted=2, unchanged=0)
+    assert KVStore.open(config.store).text(["short"], namespace="default")["short"].text == ROWS[0]["text"]
+    assert_accounted(extract(config), extracted=0, unchanged=2)
+
+
+def test_a_corpus_that_breaks_while_it_is_read_stops_the_job_in_one_line(
+    ray_cluster: None,
+    config: ExtractConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_extraction
+
+    def break_after_planning(*args: Any, **options: Any) -> ExtractPlan:
+        made = plan(*args, **options)
+        write_jsonl(Path(config.corpus), [ROWS[0], "not an object"])
+        return made
+
+    monkeypatch.setattr("pipelines.extract.plan_extraction", break_after_planning)
+    with pytest.raises(C2KVError, match=r"corpus\.jsonl, line 2: expected an object") as caught:
+        extract(config)
+    assert "\n" not in str(caught.value) and "retry" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_folder_and_parquet_sources_go_through_the_same_job(

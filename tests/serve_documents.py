@@ -10,6 +10,7 @@ import pytest
 
 from c2kv_core.compose import compose
 from c2kv_core.compressor import SourceDocument
+from c2kv_core.text import ChatRenderer
 from serve_app.loading import load_service
 from serve_app.service import ChatService
 from tests.serve_support import DOCUMENTS, RATIO, Reference, World, ask, put_documents
@@ -126,6 +127,29 @@ def test_unknown_id_is_named(service: ChatService, on_missing: str) -> None:
     fault = ask(service, ["oak", "elm"], c2kv={"on_missing": on_missing}).fault
     assert (fault["status"], fault["code"], fault["param"]) == (404, "document_not_found", "documents.1.id")
     assert "'elm'" in fault["message"]
+
+
+@pytest.mark.parametrize("on_missing", ["extract", "text"])
+def test_text_no_context_can_hold_is_refused_after_a_bounded_look(
+    service: ChatService, monkeypatch: pytest.MonkeyPatch, on_missing: str
+) -> None:
+    encoded: list[int] = []
+    offsets = ChatRenderer.offsets
+
+    def counted(renderer: ChatRenderer, text: str) -> list[tuple[int, int]]:
+        encoded.append(len(text))
+        return offsets(renderer, text)
+
+    monkeypatch.setattr(ChatRenderer, "offsets", counted)
+    text = "The oak is tall. " * 200_000
+    for request in (
+        {"documents": [{"text": text}]},
+        {"documents": [], "messages": [{"role": "user", "content": text}]},
+    ):
+        encoded.clear()
+        failed = ask(service, **request, c2kv={"on_missing": on_missing})
+        assert failed.fault["code"] == "context_length_exceeded" and "positions" in failed.fault["message"]
+        assert sum(encoded) < len(text) / 10
 
 
 def test_unknown_id_is_left_out_on_request_only(service: ChatService) -> None:

@@ -115,6 +115,26 @@ def test_bodies_that_are_no_json_object_are_refused(body: bytes) -> None:
     assert refusal(body).code == "invalid_json"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "x\\ud800"}]}',
+        b'{"messages": [{"role": "user", "content": "x\xed\xa0\x80"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "x\\udfff"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "documentz\\ud800": 1}',
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(body: bytes) -> None:
+    fault = refusal(body)
+    assert fault.code == "invalid_json" and "surrogate" in fault.message
+    json.dumps(fault.body, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"])
+def test_deep_nesting_is_the_clients_fault(body: bytes) -> None:
+    assert refusal(body).code == "invalid_json"
+
+
 def test_missing_messages_are_named() -> None:
     assert refusal(b'{"model": "tiny"}').param == "messages"
 

@@ -1,0 +1,49 @@
+"""Refusing text that no context can hold, before it is tokenised as a whole."""
+
+import threading
+
+from c2kv_core.errors import ContextLengthError
+from c2kv_core.text import ChatRenderer
+
+PIECE_CHARACTERS = 16_384
+"""Text is measured in pieces of this length; others may encode in between. Shorter text is not measured at all."""
+_CERTAIN = 2
+"""Cuts between pieces can add tokens, far fewer than this factor."""
+
+
+class Fitting:
+    """Measures long texts piece by piece. Safe to share between threads.
+
+    All encoding of a replica goes through one lock, so a text of megabytes would hold up every other request for half
+    a minute, only to be refused for its length in the end.
+    """
+
+    def __init__(self, renderer: ChatRenderer, *, positions: int, tokenizer_lock: threading.Lock) -> None:
+        """Bind a tokenizer.
+
+        Args:
+            renderer: encodes.
+            positions: that the model has.
+            tokenizer_lock: held while encoding a piece.
+        """
+        self._renderer = renderer
+        self._positions = positions
+        self._tokenizer_lock = tokenizer_lock
+
+    def check(self, text: str) -> None:
+        """Refuse a text that is certainly too long; the work this takes is bounded by the positions.
+
+        Raises:
+            ContextLengthError: names what the model has.
+        """
+        if len(text) <= PIECE_CHARACTERS:
+            return
+        tokens = 0
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            with self._tokenizer_lock:
+                tokens += len(self._renderer.offsets(text[start : start + PIECE_CHARACTERS]))
+            if tokens > _CERTAIN * self._positions:
+                raise ContextLengthError(
+                    f"this model has {self._positions} positions; a text of {len(text)} characters has at least "
+                    f"{tokens // _CERTAIN} tokens; use fewer or shorter documents"
+                )
