@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from c2kv_cli.demo_questions import Answer, DemoQuestion, ask_full, ask_slots, read_questions
+from c2kv_cli.extract import Follow, progress_bar
 from c2kv_cli.options import AsJson, print_json
 from c2kv_core.errors import InputError
 from pipelines.extract import extract
@@ -60,7 +61,10 @@ def demo(
         out.print(
             f"1. Extracting the documents of {os.path.relpath(corpus)} at {ratio} source tokens per slot ..."
         )
-        report = extract(ExtractConfig(corpus=str(corpus), ratios=(ratio,), **settings))
+        with progress_bar() as bar:
+            report = extract(
+                ExtractConfig(corpus=str(corpus), ratios=(ratio,), **settings), progress=Follow(bar)
+            )
         out.print(
             f"   {report.documents} documents: {report.extracted} extracted, {report.unchanged} unchanged; "
             f"{report.source_tokens:,} tokens became {report.slots:,} slots, {report.stored_bytes / 2**20:.1f} MiB"

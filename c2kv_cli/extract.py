@@ -50,8 +50,8 @@ def extract(
         namespace=namespace,
         limit=limit,
     )
-    with _progress_bar() as bar:
-        report = run_extract(resolved, progress=_Follow(bar))
+    with progress_bar() as bar:
+        report = run_extract(resolved, progress=Follow(bar))
     if as_json:
         print_json(report.to_dict())
     else:
@@ -63,7 +63,9 @@ def extract(
         )
 
 
-def _progress_bar() -> Progress:
+def progress_bar() -> Progress:
+    """A bar on stderr; none where that is not a terminal."""
+    console = Console(stderr=True)
     return Progress(
         TextColumn("extracting"),
         BarColumn(),
@@ -71,12 +73,13 @@ def _progress_bar() -> Progress:
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
 
 
-class _Follow:
+class Follow:
     """Moves the bar with the counts of the job."""
 
     def __init__(self, bar: Progress) -> None:

@@ -22,19 +22,34 @@ Fingerprint = Annotated[str | None, typer.Option(help="Only this fingerprint, or
 
 @app.command("ls")
 def ls(
-    uri: Uri, namespace: Namespace = None, fingerprint: Fingerprint = None, as_json: AsJson = False
+    uri: Uri,
+    namespace: Namespace = None,
+    fingerprint: Fingerprint = None,
+    documents: Annotated[
+        bool, typer.Option("--documents", help="List documents: namespace, fingerprint, tokens, id.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Documents by namespace and fingerprint, with totals."""
-    rows = _rows(uri, namespace, fingerprint)
-    groups = [_totals(*key, group) for key, group in sorted(_grouped(rows).items())]
+    """Totals by namespace and fingerprint; with --documents, the documents themselves."""
+    store = KVStore.open(uri)
+    rows = [r for r in store.rows(namespace=namespace) if r.fingerprint.startswith(fingerprint or "")]
+    groups = [_totals(store, *key, group) for key, group in sorted(_grouped(rows).items())]
     if as_json:
-        print_json({"uri": uri, "groups": groups, "documents": len(rows)})
+        ids = {"ids": sorted({r.doc_id for r in rows})} if documents else {}
+        print_json({"uri": uri, "groups": groups, "documents": len(rows), **ids})
         return
-    table = Table("namespace", "fingerprint", "docs", "parts", "slots", "tokens", "MiB", "B/token", box=None)
+    if documents:
+        for row in rows:
+            typer.echo(f"{row.namespace}\t{row.fingerprint[:12]}\t{row.source_tokens}\t{row.doc_id}")
+        return
+    table = Table(
+        "namespace", "fingerprint", "k", "docs", "parts", "slots", "tokens", "MiB", "B/token", box=None
+    )
     for g in groups:
         table.add_row(
             g["namespace"],
             g["fingerprint"][:12],
+            str(g["ratio"] or "?"),
             f"{g['documents']:,}",
             f"{g['parts']:,}",
             f"{g['slots']:,}",
@@ -68,11 +83,10 @@ def show(
     if as_json:
         print_json(report)
         return
-    out = Console(highlight=False)
-    out.print(f"{doc_id}  {report['title'] or ''}")
+    typer.echo(f"{doc_id}  {report['title'] or ''}")
     for row in rows:
         for name, value in row.to_dict().items():
-            out.print(f"  {name:>14}  {value}")
+            typer.echo(f"  {name:>14}  {value}")
 
 
 @app.command("verify")
@@ -88,7 +102,8 @@ def verify(
         print_json({**asdict(report), "ok": report.ok})
     else:
         out = Console(highlight=False)
-        out.print(f"{report.documents:,} records, {report.bytes / 2**20:,.1f} MiB read")
+        verdict = "all sound" if report.ok else f"{len(report.problems)} damaged"
+        out.print(f"{report.documents:,} records, {report.bytes / 2**20:,.1f} MiB read, {verdict}")
         for problem in report.problems:
             out.print(f"  {problem.namespace}/{problem.doc_id}: {problem.reason}: {problem.detail}")
     if not report.ok:
@@ -105,14 +120,17 @@ def rm(
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Remove documents at every fingerprint, and their texts; `gc` frees the bytes."""
-    removed = KVStore.open(uri).delete(doc_ids, namespace=namespace)
+    """Remove documents at every fingerprint, and their texts; `gc` frees shards that hold no other document."""
+    store = KVStore.open(uri)
+    known = {row.doc_id for row in store.rows(namespace=namespace)}
+    missing = [doc_id for doc_id in dict.fromkeys(doc_ids) if doc_id not in known]
+    removed = store.delete(doc_ids, namespace=namespace)
     if as_json:
-        print_json({"removed": removed})
+        print_json({"removed": removed, "missing": missing})
     else:
-        Console().print(f"{removed} records removed")
-    if not removed:
-        raise C2KVError(f"none of these documents is in namespace {namespace!r} of {uri}")
+        typer.echo(f"{removed} {'record' if removed == 1 else 'records'} removed")
+    if missing:
+        raise C2KVError(f"not in namespace {namespace!r} of {uri}: {', '.join(map(repr, missing))}")
 
 
 @app.command("gc")
@@ -130,15 +148,11 @@ def gc(
         print_json(asdict(report))
         return
     verb = "would be removed" if dry_run else "removed"
-    Console().print(
+    Console(soft_wrap=True).print(
         f"{len(report.removed)} files, {report.removed_bytes / 2**20:,.1f} MiB {verb}; "
-        f"{report.live_shards} shards live, {report.kept_young} kept for now"
+        f"{report.kept_young} kept for being young; {report.live_shards} shards hold live documents, and "
+        "keep the bytes of documents removed from among them"
     )
-
-
-def _rows(uri: str, namespace: str | None, fingerprint: str | None) -> list[IndexRow]:
-    rows = KVStore.open(uri).rows(namespace=namespace)
-    return [row for row in rows if row.fingerprint.startswith(fingerprint or "")]
 
 
 def _grouped(rows: Iterable[IndexRow]) -> dict[tuple[str, str], list[IndexRow]]:
@@ -148,11 +162,12 @@ def _grouped(rows: Iterable[IndexRow]) -> dict[tuple[str, str], list[IndexRow]]:
     return groups
 
 
-def _totals(namespace: str, fingerprint: str, rows: list[IndexRow]) -> dict[str, Any]:
+def _totals(store: KVStore, namespace: str, fingerprint: str, rows: list[IndexRow]) -> dict[str, Any]:
     tokens, size = sum(row.source_tokens for row in rows), sum(row.length for row in rows)
     return {
         "namespace": namespace,
         "fingerprint": fingerprint,
+        "ratio": identity.ratio if (identity := store.identity_of(fingerprint)) else None,
         "documents": len(rows),
         "parts": sum(row.parts for row in rows),
         "slots": sum(row.slots for row in rows),

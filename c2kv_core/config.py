@@ -39,7 +39,14 @@ def load_config(kind: type[C], path: str | Path | None = None, overrides: Sequen
         data = _read_mapping(Path(path))
     for override in overrides:
         _apply(data, override)
-    return parse_config(kind, data, source=str(path) if path else "command line")
+    given = [override.partition("=")[0] for override in overrides]
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        place = ".".join(str(key) for key in error.errors()[0]["loc"])
+        from_override = any(place == key or place.startswith(f"{key}.") for key in given)
+        source = "command line" if from_override or path is None else str(path)
+        raise ConfigError(f"{source}: {_first_fault(kind, error)}") from error
 
 
 def parse_config(kind: type[C], data: dict[str, Any], *, source: str) -> C:

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 from c2kv_core import SourceDocument
 from c2kv_core.errors import CorpusError
@@ -34,9 +36,30 @@ def corpus_documents(corpus: str | os.PathLike[str], *, limit: int | None = None
     Raises:
         CorpusError: see ``pipelines.sources``.
     """
+    return (document for _, document in _placed_documents(corpus, limit))
+
+
+class _Place(NamedTuple):
+    """Where a document was read."""
+
+    file: Path
+    number: int
+    """Place of the document in its file, from 1."""
+
+    def __str__(self) -> str:
+        return f"{self.file} (document {self.number})"
+
+
+def _placed_documents(
+    corpus: str | os.PathLike[str], limit: int | None
+) -> Iterator[tuple[_Place, SourceDocument]]:
     root = corpus_root(str(corpus))
-    documents = (d for file in source_files(str(corpus)) for d in read_documents(file, root=root))
-    return islice(documents, limit)
+    placed = (
+        (_Place(file, number), document)
+        for file in source_files(str(corpus))
+        for number, document in enumerate(read_documents(file, root=root), start=1)
+    )
+    return islice(placed, limit)
 
 
 def plan_extraction(
@@ -50,16 +73,17 @@ def plan_extraction(
         limit: documents to take from the start; the rest is not read.
 
     Raises:
-        CorpusError: an unreadable row or an id that occurs twice.
+        CorpusError: no document, an unreadable row or an id that occurs twice.
     """
     pending: dict[str, tuple[int, ...]] = {}
-    seen: set[str] = set()
+    seen: dict[str, _Place] = {}
     empty: list[str] = []
     unchanged = 0
-    for document in corpus_documents(corpus, limit=limit):
-        if document.doc_id in seen:
-            raise CorpusError(f"{corpus}: document id {document.doc_id!r} occurs twice; ids must be unique")
-        seen.add(document.doc_id)
+    for place, document in _placed_documents(corpus, limit):
+        if (first := seen.setdefault(document.doc_id, place)) != place:
+            raise CorpusError(
+                f"document id {document.doc_id!r} occurs in {first} and again in {place}; ids must be unique"
+            )
         if not document.text.strip():
             empty.append(document.doc_id)
             continue
@@ -69,4 +93,6 @@ def plan_extraction(
             pending[document.doc_id] = missing
         else:
             unchanged += 1
+    if not seen:
+        raise CorpusError(f"expected documents in {corpus}, found none")
     return ExtractPlan(pending=pending, unchanged=unchanged, empty=tuple(empty))

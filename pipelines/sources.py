@@ -108,7 +108,8 @@ def _read_parquet(file: Path) -> Iterator[SourceDocument]:
 def _read_jsonl(file: Path) -> Iterator[SourceDocument]:
     with _open_text(file) as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
+            line = line.strip()
+            if not line:
                 continue
             where = f"{file}, line {number}"
             try:
@@ -131,9 +132,8 @@ def _document(record: Any, where: str) -> SourceDocument:
     if not isinstance(doc_id, str) or not doc_id:
         raise CorpusError(f"{where}: expected a non-empty string id, got {doc_id!r}")
     if not isinstance(text, str):
-        raise CorpusError(
-            f"{where}: expected text as a string in document {doc_id!r}, got {type(text).__name__}"
-        )
+        came = "none" if text is None else type(text).__name__
+        raise CorpusError(f"{where}: expected text as a string in document {doc_id!r}, got {came}")
     if title is not None and not isinstance(title, str):
         raise CorpusError(
             f"{where}: expected title as a string in document {doc_id!r}, got {type(title).__name__}"

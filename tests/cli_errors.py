@@ -77,7 +77,7 @@ def test_extract_refuses_bad_input_and_writes_nothing(
     ("text", "message"),
     [
         ('{"id": "a", "text": "x"}\n{"id"\n', "line 2: broken JSON"),
-        ('{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n', "document id 'a' occurs twice"),
+        ('{"id": "a", "text": "x"}\n{"id": "a", "text": "y"}\n', "(document 2); ids must be unique"),
     ],
 )
 def test_a_bad_corpus_leaves_no_store_behind(
@@ -193,7 +193,8 @@ def test_json_is_one_object_on_stdout_and_store_commands_read_it_back(
 
     _, out, _ = run(monkeypatch, capsys, "store", "ls", store, "--json")
     (group,) = json.loads(out)["groups"]
-    assert (group["documents"], group["fingerprint"]) == (1, report["fingerprints"]["4"])
+    assert (group["documents"], group["fingerprint"], group["ratio"]) == (1, report["fingerprints"]["4"], 4)
+    assert run(monkeypatch, capsys, "store", "ls", store, "--documents")[1].split("\t")[-1] == "a\n"
 
     _, out, _ = run(monkeypatch, capsys, "store", "show", store, "a", "--json")
     assert json.loads(out)["records"][0]["source_tokens"] == report["source_tokens"]
@@ -209,8 +210,11 @@ def test_json_is_one_object_on_stdout_and_store_commands_read_it_back(
     assert (code, json.loads(out)["ok"]) == (1, False)
     assert "1 of 1 records are damaged" in error_line(err)
 
+    code, _, err = run(monkeypatch, capsys, "store", "rm", store, "nope")
+    assert code == 1
+    assert "'nope'" in error_line(err)
     code, out, _ = run(monkeypatch, capsys, "store", "rm", store, "a", "--json")
-    assert (code, json.loads(out)) == (0, {"removed": 1})
+    assert (code, json.loads(out)) == (0, {"removed": 1, "missing": []})
     code, out, _ = run(monkeypatch, capsys, "store", "gc", store, "--retention-s", "0", "--json")
     assert (code, len(json.loads(out)["removed"])) == (0, 1)
     assert not shard.exists()

@@ -67,7 +67,7 @@ def test_limit_takes_the_first_documents_and_reads_no_further(tmp_path: Path) ->
         ('["x"]', "line 2: expected an object"),
         ('{"text": "t"}', "line 2: expected a non-empty string id, got None"),
         ('{"id": 7, "text": "t"}', "line 2: expected a non-empty string id, got 7"),
-        ('{"id": "x"}', "line 2: expected text as a string in document 'x', got NoneType"),
+        ('{"id": "x"}', "line 2: expected text as a string in document 'x', got none"),
         ('{"id": "x", "title": 3, "text": "t"}', "line 2: expected title as a string"),
         ('{"id": "x", "text": "\\ud800"}', "line 2: text of document 'x' holds half a surrogate pair"),
     ],
@@ -126,5 +126,14 @@ def test_plan_tells_new_changed_unchanged_and_empty_apart(tmp_path: Path) -> Non
 def test_duplicate_ids_are_refused_over_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "1.jsonl", list(ROWS))
     write_jsonl(tmp_path / "2.jsonl", [ROWS[2]])
-    with pytest.raises(CorpusError, match="document id 'c' occurs twice"):
+    with pytest.raises(
+        CorpusError,
+        match=r"id 'c' occurs in .*1\.jsonl \(document 3\) and again in .*2\.jsonl \(document 1\)",
+    ):
         plan_extraction(tmp_path, {})
+
+
+def test_a_corpus_without_documents_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(CorpusError, match="found none"):
+        plan_extraction(tmp_path / "empty.jsonl", {4: {}})

@@ -256,6 +256,10 @@ class KVStore:
         """
         return self._index.rows(namespace=namespace, fingerprint=fingerprint)
 
+    def identity_of(self, fingerprint: str) -> Identity | None:
+        """What made the records of a fingerprint; None where the store does not say."""
+        return self._identities.load(fingerprint)
+
     def content_hashes(self, *, namespace: str) -> dict[str, str]:
         """Content hash by id of all documents live now under the opened identity.
 
