@@ -39,11 +39,12 @@ def prefill(
         context: what stands before and is seen; None at the start.
 
     Raises:
-        InputError: no ids.
+        InputError: no ids, or one without an embedding.
         ContextLengthError: more positions than the model has.
     """
     if not ids:
         raise InputError("expected at least one token to prefill, got none")
+    check_ids(model, ids)
     cache = AppendCache(context.cache if context else None)
     start = context.next_position if context else 0
     check_positions(model, start + len(ids))
@@ -148,6 +149,20 @@ def check_geometry(model: PreTrainedModel, documents: Sequence[CompressedDocumen
         if got != expected or document.values.shape != document.keys.shape or slots != document.num_slots:
             raise InputError(
                 f"document {place} has keys of {got} with {slots} slots, the model needs {expected}"
+            )
+
+
+def check_ids(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Refuse ids without an embedding: on a GPU one of them would end the process.
+
+    Raises:
+        InputError: names the id and the size of the vocabulary.
+    """
+    size = hf_adapter.vocabulary_size(model)
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < size:
+            raise InputError(
+                f"token id {token} has no embedding, the model has ids 0 to {size - 1}; is the tokenizer the model's?"
             )
 
 

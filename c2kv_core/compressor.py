@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from c2kv_core.base_digest import base_digest
 from c2kv_core.document import CompressedDocument, StoredDocument
+from c2kv_core.errors import IdentityError, InputError
 from c2kv_core.extractor import Extractor
 from c2kv_core.identity import Identity
-from c2kv_core.models import load_base, parse_dtype
+from c2kv_core.models import load_base, model_directory, parse_dtype
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.spec import CompressorSpec
 from c2kv_core.text import ChatRenderer, content_hash, document_parts
@@ -42,10 +45,16 @@ class Compressor:
 
         Raises:
             InputError: a subclass that says which part cannot be used.
+            IdentityError: files changed while they were loaded, so nobody knows what the slots would be.
         """
         identities = spec.identities()
         model, tokenizer = load_base(spec.model, dtype=spec.dtype, device=spec.device)
         sidecar = spec.load_sidecar()
+        if _digests(identities) != {(base_digest(model_directory(spec.model)), _digest(sidecar, identities))}:
+            raise IdentityError(
+                f"the files of model {spec.model!r} or of its sidecar changed while they were loaded; try again "
+                "when nobody writes there"
+            )
         if sidecar is None:
             sidecar = Sidecar.from_base(model, spec.untrained_config(), eos_token_id=tokenizer.eos_token_id)
         return cls(
@@ -77,15 +86,18 @@ class Compressor:
         """Slots of documents given as token ids of their parts: ``{ratio: [parts of each document]}``.
 
         Documents are batched together by length; the token states are computed once for all ratios.
+
+        Raises:
+            InputError: slots that are not finite in the dtype they are stored in.
         """
         flat = [ids for document in parts for ids in document]
         slots = self.extractor.extract_ratios(
             flat, ratios or self.spec.ratios, force_ratio=self.spec.force_ratio
         )
         dtype = parse_dtype(self.spec.slot_dtype)
+        counts = [len(document) for document in parts]
         return {
-            ratio: _regroup([d.to(dtype) for d in made], [len(document) for document in parts])
-            for ratio, made in slots.items()
+            ratio: _regroup([_finite(d.to(dtype)) for d in made], counts) for ratio, made in slots.items()
         }
 
     def stored(
@@ -99,6 +111,26 @@ class Compressor:
             title=source.title,
             parts=parts,
         )
+
+
+def _finite(part: CompressedDocument) -> CompressedDocument:
+    """The part itself: checksums would seal infinities and NaNs like any other bytes, and answers would be empty."""
+    for name, tensor in (("keys", part.keys), ("values", part.values)):
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(
+                f"{name} of a part of {part.num_tokens} tokens are not finite in {tensor.dtype}; use bfloat16 or "
+                "float32 for dtype and slot_dtype, and check the sidecar"
+            )
+    return part
+
+
+def _digests(identities: dict[int, Identity]) -> set[tuple[str, str]]:
+    return {(identity.base_digest, identity.sidecar_digest) for identity in identities.values()}
+
+
+def _digest(sidecar: Sidecar | None, identities: dict[int, Identity]) -> str:
+    """Of the tensors at hand; an untrained sidecar follows from the base's."""
+    return next(iter(identities.values())).sidecar_digest if sidecar is None else sidecar.digest()
 
 
 def _regroup(flat: list[CompressedDocument], counts: list[int]) -> list[tuple[CompressedDocument, ...]]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from c2kv_core import hf_adapter
 from c2kv_core.architecture import check_supported
 from c2kv_core.batching import length_batches
+from c2kv_core.compose import check_ids
 from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import ContextLengthError, InputError
 from c2kv_core.sidecar import Sidecar
@@ -83,7 +84,7 @@ class Extractor:
             force_ratio: allow a ratio it was not trained for.
 
         Raises:
-            InputError: an empty document, named by its place.
+            InputError: an empty document, named by its place; or a token id without an embedding.
             ContextLengthError: a document longer than the model's positions.
             RatioError: an untrained ratio, not forced.
         """
@@ -134,6 +135,7 @@ class Extractor:
                 raise ContextLengthError(
                     f"document {place} has {len(ids)} tokens, the model {limit} positions; split it into parts"
                 )
+            check_ids(self.model, ids)
 
 
 class _CaptureCache:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
 from c2kv_core.cache import ContextCache, DecodeCache
-from c2kv_core.compose import ComposedContext, check_positions, token_states
+from c2kv_core.compose import ComposedContext, check_ids, check_positions, token_states
 from c2kv_core.errors import InputError
 from c2kv_core.sampling import Sampler, SamplingParams
 
@@ -27,11 +27,12 @@ class Decoder:
         """Reserve room for question and answer.
 
         Raises:
-            InputError: no question token, or a limit below 1.
+            InputError: no question token, one without an embedding, or a limit below 1.
             ContextLengthError: context, question and answer exceed the model's positions.
         """
         if not question_ids:
             raise InputError("expected at least one question token, got none")
+        check_ids(model, question_ids)
         if max_new_tokens < 1:
             raise InputError(f"expected max_new_tokens of 1 or more, got {max_new_tokens}")
         self._model = model
@@ -81,7 +82,7 @@ def generate(
         eos_token_ids: ids that end the answer; the model's own by default.
 
     Raises:
-        InputError: no question token, or a limit below 1.
+        InputError: no question token, one without an embedding, or a limit below 1.
         ContextLengthError: context, question and answer exceed the model's positions.
     """
     stop = hf_adapter.eos_token_ids(model) if eos_token_ids is None else eos_token_ids

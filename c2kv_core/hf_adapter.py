@@ -48,6 +48,12 @@ def max_positions(model: PreTrainedModel) -> int:
     return int(model.config.max_position_embeddings)
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Token ids that have an embedding are below this."""
+    table: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return int(table.shape[0])
+
+
 def embed(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """(B, T) ids to (B, T, D) input embeddings."""
     embeddings: Tensor = model.get_input_embeddings()(ids)

@@ -99,7 +99,7 @@ def _run(
     committer = _Committer(config, report)
     started = time.monotonic()
     tokens = 0
-    for done, row in enumerate(_outcomes(config, plan, report.run), start=1):
+    for done, row in enumerate(_outcomes(config, plan, report), start=1):
         committer.take(row)
         tokens += row["source_tokens"]
         if progress is not None:
@@ -110,7 +110,7 @@ def _run(
     committer.commit()
 
 
-def _outcomes(config: ExtractConfig, plan: ExtractPlan, run: str) -> Iterator[dict[str, Any]]:
+def _outcomes(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport) -> Iterator[dict[str, Any]]:
     """Rows of ``extract_stage.OUT_SCHEMA`` as they are finished."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext
@@ -136,9 +136,10 @@ def _outcomes(config: ExtractConfig, plan: ExtractPlan, run: str) -> Iterator[di
             ExtractStage,
             fn_constructor_kwargs={
                 "spec": config.spec(),
+                "fingerprints": report.fingerprints,
                 "store": config.store,
                 "namespace": config.namespace,
-                "run": run,
+                "run": report.run,
                 "threads": config.threads(),
             },
             batch_size=config.documents_per_shard,

@@ -6,7 +6,7 @@ Columns out: ``OUT_SCHEMA``; the slots themselves never leave the actor but into
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from c2kv_core import Compressor, CompressorSpec, SourceDocument, StoredDocument
-from c2kv_core.errors import InputError
+from c2kv_core.errors import IdentityError, InputError
 from c2kv_core.store import KVStore
 
 OUT_SCHEMA = pa.schema(
@@ -44,12 +44,25 @@ class ExtractStage:
     """An actor's callable for ``map_batches``: loads once, then writes each batch of documents as one shard a ratio."""
 
     def __init__(
-        self, *, spec: CompressorSpec, store: str, namespace: str, run: str, threads: int | None = None
+        self,
+        *,
+        spec: CompressorSpec,
+        fingerprints: Mapping[int, str],
+        store: str,
+        namespace: str,
+        run: str,
+        threads: int | None = None,
     ) -> None:
         if threads is not None:
             # Ray limits a worker's threads to its reserved CPUs, which are logical ones here.
             torch.set_num_threads(threads)
         self._compressor = Compressor.load(spec)
+        loaded = {ratio: identity.fingerprint for ratio, identity in self._compressor.identities.items()}
+        if loaded != dict(fingerprints):
+            # Also after a restart: what was planned, and what others of this run write, is of another identity.
+            raise IdentityError(
+                f"the files of model {spec.model!r} or of its sidecar changed since the run began; start it again"
+            )
         self._stores = {
             ratio: KVStore.open(store, identity=identity)
             for ratio, identity in self._compressor.identities.items()

@@ -6,6 +6,7 @@ Every fault names the file and, where there is one, the line.
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ TEXT_SUFFIXES = (".md", ".txt")
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 PARQUET_SUFFIXES = (".parquet",)
 COLUMNS = ("id", "title", "text")
+_UTF8 = "utf-8-sig"
+"""A byte order mark, which some editors put first, is no part of the text."""
 
 
 def source_files(corpus: str | Path) -> list[Path]:
@@ -28,7 +31,9 @@ def source_files(corpus: str | Path) -> list[Path]:
     Raises:
         CorpusError: nothing there, or nothing readable in it.
     """
-    path = Path(corpus).expanduser()
+    if not str(corpus):
+        raise CorpusError("expected the path of a corpus, got ''")
+    path = _expanded(corpus)
     if path.is_file():
         _kind(path)
         return [path]
@@ -59,16 +64,23 @@ def read_documents(file: Path, *, root: Path) -> Iterator[SourceDocument]:
             yield from _read_parquet(file)
         else:
             yield from _read_jsonl(file)
-    except (OSError, EOFError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read {file}: {error}") from error
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read {file}: {' '.join(str(error).split())}") from error
     except UnicodeDecodeError as error:
         raise CorpusError(f"{file}: expected UTF-8 text, got other bytes at offset {error.start}") from error
 
 
 def corpus_root(corpus: str | Path) -> Path:
     """Folder that ids of text files are relative to."""
-    path = Path(corpus).expanduser()
+    path = _expanded(corpus)
     return path if path.is_dir() else path.parent
+
+
+def _expanded(corpus: str | Path) -> Path:
+    try:
+        return Path(corpus).expanduser()
+    except RuntimeError as error:
+        raise CorpusError(f"expected a corpus at {corpus}, found no such home directory") from error
 
 
 _ALL_SUFFIXES = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES, *TEXT_SUFFIXES)
@@ -83,13 +95,13 @@ def _kind(file: Path) -> str:
 
 
 def _read_text(file: Path, root: Path) -> SourceDocument:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding=_UTF8)
     first, _, rest = text.partition("\n")
     title = ""
     if first.startswith("# "):
         title, text = first[2:].strip(), rest
     doc_id = file.relative_to(root).with_suffix("").as_posix()
-    return SourceDocument(doc_id, title, text)
+    return _checked(SourceDocument(doc_id, title, text), ascii(str(file)))
 
 
 def _read_parquet(file: Path) -> Iterator[SourceDocument]:
@@ -116,13 +128,15 @@ def _read_jsonl(file: Path) -> Iterator[SourceDocument]:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
                 raise CorpusError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+            except (ValueError, RecursionError) as error:
+                raise CorpusError(f"{where}: JSON beyond what can be read: {error}") from error
             yield _document(record, where)
 
 
 def _open_text(file: Path) -> io.TextIOWrapper:
     if file.name.lower().endswith(".gz"):
-        return io.TextIOWrapper(gzip.open(file, "rb"), encoding="utf-8")
-    return file.open(encoding="utf-8")
+        return io.TextIOWrapper(gzip.open(file, "rb"), encoding=_UTF8)
+    return file.open(encoding=_UTF8)
 
 
 def _document(record: Any, where: str) -> SourceDocument:
@@ -138,9 +152,14 @@ def _document(record: Any, where: str) -> SourceDocument:
         raise CorpusError(
             f"{where}: expected title as a string in document {doc_id!r}, got {type(title).__name__}"
         )
-    for name, value in (("id", doc_id), ("title", title or ""), ("text", text)):
+    return _checked(SourceDocument(doc_id, title or "", text), where)
+
+
+def _checked(document: SourceDocument, where: str) -> SourceDocument:
+    for name, value in document._asdict().items():
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise CorpusError(
-                f"{where}: {name} of document {doc_id!r} holds half a surrogate pair, which is no text"
+                f"{where}: {name.removeprefix('doc_')} of document {document.doc_id!r} holds half a surrogate pair, "
+                "which is no text (a file name that is not UTF-8 reads so)"
             )
-    return SourceDocument(doc_id, title or "", text)
+    return document

@@ -27,6 +27,7 @@ from tests.tiny_models import (
     ARCHITECTURES,
     MAX_POSITIONS,
     ROPES,
+    VOCAB_SIZE,
     documents,
     new_tiny_model,
     random_sidecar,
@@ -228,6 +229,12 @@ def test_an_empty_document_is_refused_by_its_place() -> None:
 def test_a_document_beyond_the_models_positions_is_refused() -> None:
     with pytest.raises(ContextLengthError, match=f"document 1 has {MAX_POSITIONS + 1} tokens"):
         extractor().extract([[5], [5] * (MAX_POSITIONS + 1)], 4)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_a_token_without_an_embedding_is_refused(token: int) -> None:
+    with pytest.raises(InputError, match=f"token id {token} has no embedding"):
+        extractor().extract([[5], [6, token, 7]], 4)
 
 
 def test_no_documents_give_no_documents() -> None:

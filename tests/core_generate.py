@@ -13,7 +13,15 @@ from c2kv_core.generate import Decoder, generate
 from c2kv_core.sampling import SamplingParams
 from tests import oracle
 from tests.oracle import Entry, assert_near
-from tests.tiny_models import ARCHITECTURES, MAX_POSITIONS, ROPES, random_sidecar, tiny_model, token_ids
+from tests.tiny_models import (
+    ARCHITECTURES,
+    MAX_POSITIONS,
+    ROPES,
+    VOCAB_SIZE,
+    random_sidecar,
+    tiny_model,
+    token_ids,
+)
 
 RATIO = 4
 NO_EOS: frozenset[int] = frozenset()
@@ -169,6 +177,11 @@ def test_bad_requests_are_refused_before_the_first_token() -> None:
         generate(model, None, [])
     with pytest.raises(InputError, match="max_new_tokens"):
         generate(model, None, QUESTION, max_new_tokens=0)
+    for token in (-1, VOCAB_SIZE):
+        with pytest.raises(InputError, match="no embedding"):
+            generate(model, None, [*QUESTION, token])
+        with pytest.raises(InputError, match="no embedding"):
+            prefill(model, [*QUESTION, token])
 
 
 def test_sampled_answers_repeat_with_their_seed() -> None:

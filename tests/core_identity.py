@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from c2kv_core import compressor as compressor_module
 from c2kv_core.base_digest import base_digest
+from c2kv_core.compressor import Compressor
 from c2kv_core.digest import tensors_digest
 from c2kv_core.document import Geometry
 from c2kv_core.errors import IdentityError, ModelError, RatioError, SidecarError
@@ -259,3 +261,23 @@ def test_a_spec_names_what_is_wrong_with_it(tmp_path: Path) -> None:
     with pytest.raises(RatioError, match="ratio 8"):
         spec.load_sidecar()
     assert replace(spec, force_ratio=True).load_sidecar() is not None
+
+
+def test_a_sidecar_changed_while_it_is_loaded_is_refused(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecar = tmp_path / "sidecar"
+    random_sidecar(tiny_model()).save(sidecar)
+    spec = CompressorSpec(model=str(model_dir), sidecar=str(sidecar))
+    load = compressor_module.load_base
+
+    def retrain_then_load(*args: Any, **options: Any) -> Any:
+        shutil.rmtree(sidecar)
+        random_sidecar(tiny_model(), seed=2).save(sidecar)
+        return load(*args, **options)
+
+    monkeypatch.setattr(compressor_module, "load_base", retrain_then_load)
+    with pytest.raises(IdentityError, match="changed while they were loaded"):
+        Compressor.load(spec)
+    monkeypatch.undo()
+    assert Compressor.load(spec).sidecar.digest() == spec.identities()[4].sidecar_digest

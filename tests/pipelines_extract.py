@@ -1,13 +1,14 @@
 """The extraction job on real Ray, with a tiny model and a real store."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from c2kv_core import Compressor, StoredDocument
+from c2kv_core import Compressor, StoredDocument, load_base
 from c2kv_core.config import load_config
 from c2kv_core.errors import C2KVError
 from c2kv_core.store import KVStore
@@ -16,7 +17,7 @@ from pipelines.extract_config import ExtractConfig
 from pipelines.extract_report import ExtractReport
 from pipelines.plan import ExtractPlan, plan_extraction
 from tests.pipelines_sources import write_jsonl
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import random_sidecar, save_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -167,6 +168,37 @@ def test_a_corpus_that_breaks_while_it_is_read_stops_the_job_in_one_line(
         extract(config)
     assert "\n" not in str(caught.value) and "retry" not in str(caught.value)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_sidecar_retrained_in_place_after_planning_stops_the_job(
+    ray_cluster: None, config: ExtractConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load_base(config.model)
+    random_sidecar(model, seed=1).save(tmp_path / "sidecar")
+    plan = plan_extraction
+
+    def retrain_after_planning(*args: Any, **options: Any) -> ExtractPlan:
+        shutil.rmtree(tmp_path / "sidecar")
+        random_sidecar(model, seed=2).save(tmp_path / "sidecar")
+        return plan(*args, **options)
+
+    monkeypatch.setattr("pipelines.extract.plan_extraction", retrain_after_planning)
+    with pytest.raises(C2KVError, match="changed since the run began"):
+        extract(config.model_copy(update={"sidecar": str(tmp_path / "sidecar")}))
+    assert KVStore.open(config.store).rows() == []
+
+
+def test_slots_that_are_not_finite_are_never_stored(
+    ray_cluster: None, config: ExtractConfig, tmp_path: Path
+) -> None:
+    model, _ = load_base(config.model)
+    sidecar = random_sidecar(model)
+    with torch.no_grad():
+        sidecar.slot_embedding[0] = float("nan")
+    sidecar.save(tmp_path / "sidecar")
+    report = extract(config.model_copy(update={"sidecar": str(tmp_path / "sidecar"), "limit": 2}))
+    assert [f.doc_id for f in report.failed] == ["short", "long"] and "not finite" in report.failed[0].reason
+    assert KVStore.open(config.store).rows() == []
 
 
 def test_folder_and_parquet_sources_go_through_the_same_job(

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -137,3 +139,44 @@ def test_a_corpus_without_documents_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(CorpusError, match="found none"):
         plan_extraction(tmp_path / "empty.jsonl", {4: {}})
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "lines.jsonl").write_bytes(mark + b'{"id": "a", "text": "x"}\n')
+    (tmp_path / "oak.md").write_bytes(mark + b"# The oak\nIt is tall.")
+    assert list(corpus_documents(tmp_path)) == [
+        SourceDocument("a", "", "x"),
+        SourceDocument("oak", "The oak", "It is tall."),
+    ]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"id": "a", "text": "x", "n": ' + "9" * 5000 + "}"])
+def test_json_beyond_the_parsers_limits_is_a_bad_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"id": "ok", "text": "x"}\n' + line + "\n")
+    with pytest.raises(CorpusError, match="line 2"):
+        list(corpus_documents(file))
+
+
+def test_a_gzip_file_damaged_in_the_middle_is_named(tmp_path: Path) -> None:
+    random = Random(1)
+    rows = [{"id": str(i), "text": random.randbytes(20).hex()} for i in range(2000)]
+    content = bytearray(write_jsonl(tmp_path / "corpus.jsonl.gz", list(rows)).read_bytes())
+    content[3000:3040] = bytes(40)
+    (tmp_path / "corpus.jsonl.gz").write_bytes(content)
+    with pytest.raises(CorpusError, match=r"corpus\.jsonl\.gz"):
+        list(corpus_documents(tmp_path / "corpus.jsonl.gz"))
+
+
+def test_a_file_name_that_is_no_text_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.md")).write_text("x")
+    with pytest.raises(CorpusError, match="not UTF-8") as caught:
+        list(corpus_documents(tmp_path))
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("corpus", ["", "~nobody-of-that-name/corpus"])
+def test_a_path_that_means_nothing_is_refused(corpus: str) -> None:
+    with pytest.raises(CorpusError, match="expected"):
+        list(corpus_documents(corpus))
