@@ -34,7 +34,7 @@ def load_base(
         device: where the weights go.
 
     Raises:
-        ModelError: not found or unreadable.
+        ModelError: not found or unreadable, or a device that this machine does not have.
         UnsupportedModelError: the architecture breaks the method's maths; refused before weights are read.
     """
     source = model_directory(name_or_path)
@@ -53,7 +53,12 @@ def load_base(
             f"cannot load model {name_or_path!r}: its files lack {len(missing)} tensors, the first is "
             f"{missing[0]}; fetch the model again"
         )
-    model.to(torch.device(device))  # type: ignore[arg-type]
+    try:
+        model.to(torch.device(device))  # type: ignore[arg-type]
+    except (RuntimeError, AssertionError) as error:
+        # The latter is what torch raises where it was built without the device's back end.
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"cannot put model {name_or_path!r} on device {str(device)!r}: {reason}") from error
     return model.eval().requires_grad_(False), tokenizer
 
 

@@ -159,7 +159,7 @@ class Sidecar(nn.Module):
             raise SidecarError(
                 f"expected a sidecar in {root}, found no {missing[0]}; give the folder that holds one"
             )
-        header = SidecarHeader.from_json((root / HEADER_FILE).read_text(), source=str(root / HEADER_FILE))
+        header = SidecarHeader.from_json(_read_header(root / HEADER_FILE), source=str(root / HEADER_FILE))
         tensors = _read_tensors(root / TENSOR_FILE)
         return cls.from_tensors(header, tensors, source=str(root / TENSOR_FILE))
 
@@ -231,6 +231,13 @@ def _projections_from(tensors: dict[str, Tensor], layer: int) -> nn.ModuleDict:
             weight = tensors[f"{prefix}.weight"]
             made[name] = FullProjection(weight.shape[1], weight.shape[0], f"{prefix}.bias" in tensors)
     return nn.ModuleDict(made)
+
+
+def _read_header(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SidecarError(f"{path}: expected JSON, got something else: {error}") from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -35,10 +35,12 @@ class SidecarConfig:
         if self.residual != "none":
             raise SidecarError(f"expected residual 'none', got {self.residual!r}: this release has no other")
         for name, least in (("max_part_tokens", 1), ("overlap_tokens", 0)):
-            if getattr(self, name) < least:
-                raise SidecarError(f"expected {name} of {least} or more, got {getattr(self, name)}")
-        if self.rank is not None and self.rank < 1:
-            raise SidecarError(f"expected rank of 1 or more, or null for full projections, got {self.rank}")
+            if type(getattr(self, name)) is not int or getattr(self, name) < least:
+                raise SidecarError(f"expected {name} of {least} or more, got {getattr(self, name)!r}")
+        if self.rank is not None and (type(self.rank) is not int or self.rank < 1):
+            raise SidecarError(f"expected rank of 1 or more, or null for full projections, got {self.rank!r}")
+        if type(self.trained) is not bool:
+            raise SidecarError(f"expected trained true or false, got {self.trained!r}")
 
     def require_ratio(self, ratio: int) -> int:
         """The ratio itself.

@@ -161,13 +161,11 @@ def _outcomes(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport) -
 
 
 def _cause(error: Exception) -> str:
-    """What happened, on one line: the remote exception where Ray carries it, else the end of Ray's report."""
-    cause = getattr(error, "cause", None)
-    if not isinstance(cause, Exception):
-        return str(error).strip().splitlines()[-1]
-    # Ray Data adds advice on its retries, behind the message of what a task raised.
-    line = next((line for line in str(cause).splitlines() if line.strip()), "")
-    return line if isinstance(cause, C2KVError) else f"{type(cause).__name__}: {line}"
+    """What happened, on one line: the project's own error where Ray's report has one, else the report's end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Ray Data wraps what a task or an actor raised, and puts advice on its retries behind it.
+    own = [line.partition(": ")[2] for line in lines if line.startswith(f"{C2KVError.__module__}.")]
+    return (own or lines or [type(error).__name__])[-1]
 
 
 READER_CPUS = 0.5

@@ -201,3 +201,9 @@ def test_damaged_settings_are_a_model_error(tmp_path: Path, damage: str) -> None
 
 def test_shared_models_were_not_changed_by_these_tests() -> None:
     assert torch.equal(tiny_model().lm_head.weight, new_tiny_model().lm_head.weight)
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    directory = save_tiny_model(tmp_path / "model")
+    with pytest.raises(ModelError, match="no-such-device"):
+        load_base(str(directory), device="no-such-device")

@@ -122,6 +122,9 @@ def test_an_unknown_key_is_named(tmp_path: Path, group: str) -> None:
         {"config": {"max_part_tokens": 0}},
         {"config": {"max_part_tokens": "many"}},
         {"config": {"overlap_tokens": -1}},
+        {"config": {"max_part_tokens": 10.5}},
+        {"config": {"overlap_tokens": None}},
+        {"config": {"trained": "no"}},
         {"config": {"rank": 0}},
         {"config": []},
         {"config": None},
@@ -141,6 +144,13 @@ def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[s
 def test_a_header_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     directory = saved(tmp_path)
     (directory / HEADER_FILE).write_text(text)
+    with pytest.raises(SidecarError, match=HEADER_FILE):
+        Sidecar.load(directory)
+
+
+def test_a_header_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    (directory / HEADER_FILE).write_bytes(b"\xff\xfe{}")
     with pytest.raises(SidecarError, match=HEADER_FILE):
         Sidecar.load(directory)
 

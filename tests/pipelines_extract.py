@@ -150,6 +150,16 @@ def test_a_limited_run_reads_nothing_behind_its_limit(
     assert_accounted(extract(config), extracted=0, unchanged=2)
 
 
+def test_a_store_that_cannot_be_written_stops_the_job_and_says_why(
+    ray_cluster: None, config: ExtractConfig
+) -> None:
+    KVStore.open(config.store, create=True)
+    (Path(config.store) / "shards").write_text("in the way")
+    with pytest.raises(C2KVError, match="the job stopped: cannot write the shard") as caught:
+        extract(config)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_corpus_that_breaks_while_it_is_read_stops_the_job_in_one_line(
     ray_cluster: None,
     config: ExtractConfig,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from c2kv_core import Compressor, CompressorSpec
 from c2kv_core.config import Config
@@ -25,7 +25,7 @@ class BenchExtractConfig(Config):
     tokens: int = Field(default=4096, ge=1)
     """Length of the document."""
     repeats: int = Field(default=5, ge=1)
-    memory_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    memory_tokens: tuple[PositiveInt, ...] = (1024, 2048, 4096, 8192)
     """Lengths at which peak memory is taken; the first and the last are compared. Empty skips it."""
     dtype: str = "float32"
     device: str = "cpu"
