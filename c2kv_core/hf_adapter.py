@@ -6,9 +6,9 @@ mask, explicit positions and a cache of ours, so that nothing is inferred from t
 Shape legend: B batch, T new tokens, S cached entries, D hidden, K kv heads, Q query heads, H head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from c2kv_core.document import Geometry
 
+T = TypeVar("T")
 StockLayer = Any
 """A stock decoder layer, or its attention: their submodules have no static types."""
 Rotation = tuple[Tensor, Tensor]
@@ -100,6 +101,16 @@ def project_heads(attention: StockLayer, name: str, projected: Tensor) -> Tensor
         heads = norm(heads)
     out: Tensor = heads.transpose(1, 2)
     return out
+
+
+def inside(layer: StockLayer, body: Callable[..., T], *tensors: Tensor) -> T:
+    """``body(*tensors)``, which uses submodules of a layer, as if it were the layer's own forward.
+
+    Where a layer's weights are spread over processes (FSDP2), its method ``run_inside`` gathers them for the call.
+    """
+    gather = getattr(layer, "run_inside", None)
+    made: T = body(*tensors) if gather is None else gather(body, *tensors)
+    return made
 
 
 def attention_scale(attention: StockLayer) -> float:
