@@ -6,6 +6,7 @@ import typer
 
 from c2kv_cli.bench import app as bench_app
 from c2kv_cli.demo import demo
+from c2kv_cli.eval import eval_command
 from c2kv_cli.extract import extract
 from c2kv_cli.serve import serve
 from c2kv_cli.store import app as store_app
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("extract")(extract)
 app.command("serve")(serve)
+app.command("eval")(eval_command)
 app.command("demo")(demo)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
