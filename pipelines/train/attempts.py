@@ -1,6 +1,7 @@
 """Fencing: every start of a run's workers is an attempt with a number, and only the latest may commit.
 
-``attempts/<n>.claim`` takes the number (created once, by whoever comes first). ``attempts/<n>.json`` then lists the
+``attempts/<n>.claim`` takes the number (created once, by whoever comes first) and names its owner: the driver, whose
+workers may claim again after they were replaced, but not once another driver has. ``attempts/<n>.json`` then lists the
 complete checkpoints that the attempt found. A checkpoint of an earlier attempt that is not on that list was committed
 by a process that had been replaced already: it is never resumed from, however it got there.
 """
@@ -24,13 +25,26 @@ class Attempt:
         self._storage, self.number = storage, number
 
     @classmethod
-    def claim(cls, storage: Storage) -> "Attempt":
-        """Take the next number; earlier attempts are stale from now on."""
-        number = latest(storage) + 1
-        note = json.dumps({"claimed_at_s": time.time()}).encode()
-        while not storage.create(f"attempts/{number:06d}.claim", note):
-            number += 1
-        return cls(storage, number)
+    def claim(cls, storage: Storage, *, owner: str, renew: bool = False) -> "Attempt":
+        """Take the next number; earlier attempts are stale from now on.
+
+        Args:
+            storage: of the run folder.
+            owner: the driver that starts the attempt.
+            renew: only go on as the owner of the latest attempt, as workers do that replace lost ones.
+
+        Raises:
+            StaleAttemptError: ``renew``, and another driver has taken over.
+        """
+        note = json.dumps({"owner": owner, "claimed_at_s": time.time()}).encode()
+        while True:
+            newest = latest(storage)
+            if renew and newest and _owner(storage, newest) != owner:
+                raise StaleAttemptError(
+                    f"another driver has taken over this run with attempt {newest}; stop one of the two"
+                )
+            if storage.create(f"attempts/{newest + 1:06d}.claim", note):
+                return cls(storage, newest + 1)
 
     def require_latest(self) -> None:
         """Refuse to go on once a later attempt has claimed the run.
@@ -54,6 +68,10 @@ def latest(storage: Storage) -> int:
     """Highest claimed number; 0 where there is none."""
     found = (_CLAIM.search(file.path) for file in storage.list_files("attempts/"))
     return max((int(match[1]) for match in found if match), default=0)
+
+
+def _owner(storage: Storage, number: int) -> str:
+    return str(json.loads(bytes(storage.get(f"attempts/{number:06d}.claim")))["owner"])
 
 
 def trusted(storage: Storage, checkpoints: dict[str, int]) -> set[str]:

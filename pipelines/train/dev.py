@@ -15,7 +15,6 @@ from pipelines.train.prepare import Prepared
 from pipelines.train.row import RowError
 from pipelines.train.sampler import DocumentSampler, Sample
 from pipelines.train.setup import TrainingSetup
-from pipelines.train.slots import row_views
 from pipelines.train.stream import micro_batches
 from pipelines.train.teacher import teacher_states
 from pipelines.train.world import World, sum_numbers
@@ -75,6 +74,9 @@ class DevSet:
                 continue
             if len(prepared) == config.dev_rows:
                 break
+        if config.shard_base:
+            # Workers that share a base's layers must call them equally often: each evaluates all rows.
+            return prepared
         return prepared[self._world.rank :: self._world.size]
 
     def _at_every_ratio(self, sample: Sample) -> Sample:
@@ -83,10 +85,9 @@ class DevSet:
     def _means(
         self, rows: list[Prepared], losses: Callable[[Sequence[Prepared]], dict[str, float]]
     ) -> dict[str, float]:
-        config = self._setup.config
         sums: dict[str, float] = defaultdict(float)
         names = [str(ratio) for ratio in self._ratios] + [FULL, NONE, "rows"]
-        groups = micro_batches(rows, max_rows=config.micro_batch_rows, max_tokens=config.micro_batch_tokens)
+        groups = micro_batches(rows, **self._setup.stream.limits())
         with torch.no_grad():
             for group in groups:
                 sums["rows"] += len(group)
@@ -98,7 +99,7 @@ class DevSet:
 
     def _slot_losses(self, rows: Sequence[Prepared]) -> dict[str, float]:
         setup = self._setup
-        views = row_views(setup.objective.extractor, rows)
+        views = setup.objective.views(rows)
         found = {}
         for place, ratio in enumerate(self._ratios):
             asks = [

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import yaml
@@ -75,6 +75,14 @@ class RunFolder:
                     f"{getattr(saved, name)!r}, got {getattr(self.config, name)!r}; give the same to go on, "
                     "or another run name to start anew"
                 )
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Failures of the file system within a ``with`` block as one line.
+
+        Raises:
+            TrainingError: names the folder and the system's reason.
+        """
+        return writing(self.location)
 
     def put_json(self, path: str, content: Any) -> None:
         """Write a readable JSON file, atomically."""

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from c2kv_core.errors import NonFiniteLossError, TrainingError
 from pipelines.train.attempts import Attempt
@@ -40,8 +41,9 @@ def train_worker(
     config: TrainConfig,
     world: World,
     *,
+    owner: str,
     device: torch.device | None = None,
-    prepare: Callable[[TrainingSetup], None] | None = None,
+    shard: Callable[[PreTrainedModel], None] | None = None,
     progress: OnProgress | None = None,
 ) -> None:
     """Train until the last step; the leader writes all files.
@@ -49,8 +51,9 @@ def train_worker(
     Args:
         config: the run.
         world: this worker's place.
+        owner: the driver that started this worker, which has claimed the run.
         device: overrides the configuration's.
-        prepare: called once with the setup before anything runs, to spread the base over workers.
+        shard: spreads the base over the workers.
         progress: called after every step.
 
     Raises:
@@ -61,12 +64,9 @@ def train_worker(
         torch.set_num_threads(config.threads_per_worker)
     folder = RunFolder(config)
     folder.open()
-    attempt = Attempt(
-        folder.storage, world.broadcast(Attempt.claim(folder.storage).number if world.leads else 0)
-    )
-    setup = set_up(config, device=device)
-    if prepare is not None:
-        prepare(setup)
+    claimed = Attempt.claim(folder.storage, owner=owner, renew=True).number if world.leads else 0
+    attempt = Attempt(folder.storage, world.broadcast(claimed))
+    setup = set_up(config, device=device, shard=shard)
     run = _Run(setup, world, folder, attempt)
     run.resume()
     run.follow(progress, None)
@@ -164,11 +164,12 @@ class _Run:
 
     def finish(self) -> None:
         """Check that the base is untouched, export, report."""
+        # By every worker: a base that is spread over them is gathered together.
+        if self.setup.base_tensors_digest() != self.setup.untrained_digest:
+            raise TrainingError("the base model's weights changed in training; this is a fault of the job")
         if not self.world.leads:
             return
         self.attempt.require_latest()
-        if self.setup.base_tensors_digest() != self.setup.untrained_digest:
-            raise TrainingError("the base model's weights changed in training; this is a fault of the job")
         best = self.state.best
         last = {name: p.detach() for name, p in self.trainer.weights.named.items()}
         weights = load_best(self.folder, best.path) if best else last

@@ -53,7 +53,7 @@ class Objective:
 
     def losses(self, rows: Sequence[Prepared]) -> Losses:
         """Losses of one micro-batch."""
-        views = row_views(self.extractor, rows)
+        views = self.views(rows)
         count = self._config.views_per_row
         # View by view, so that a teacher row's predictions line up with those of each of its views.
         asks = [self._ask(row, views[i][v]) for v in range(count) for i, row in enumerate(rows)]
@@ -62,6 +62,11 @@ class Objective:
         if self._config.reconstruction.weight:
             loss = loss + self._retellings(rows, views, sums)
         return Losses(loss=loss / self._config.batch_rows, sums=sums)
+
+    def views(self, rows: Sequence[Prepared]) -> list[list[View]]:
+        """Slots of the rows of a micro-batch, a list of views a row."""
+        shared = self._config.all_ratios() if self._config.shard_base else None
+        return row_views(self.extractor, rows, in_step=shared)
 
     def _ask(self, row: Prepared, view: View) -> Ask:
         context = compose(self._model, self._prefix, view)

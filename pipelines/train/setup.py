@@ -1,13 +1,17 @@
 """What a worker holds: frozen base, sidecar, rows and objective, made from the configuration alone."""
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from c2kv_core import ComposedContext, Extractor, Sidecar, hf_adapter, load_base, prefill
 from c2kv_core.base_digest import base_digest
-from c2kv_core.digest import tensors_digest
+from c2kv_core.digest import update_digest
 from c2kv_core.errors import SidecarError
 from c2kv_core.models import model_directory
 from c2kv_core.text import ChatRenderer
@@ -42,18 +46,33 @@ class TrainingSetup:
 
     def base_tensors_digest(self) -> str:
         """Digest of the base's tensors now."""
-        return tensors_digest(self.model.state_dict().items())
+        return _digest(self.model)
 
 
-def set_up(config: TrainConfig, *, device: str | torch.device | None = None) -> TrainingSetup:
+def set_up(
+    config: TrainConfig,
+    *,
+    device: str | torch.device | None = None,
+    shard: Callable[[PreTrainedModel], None] | None = None,
+) -> TrainingSetup:
     """Load the base, make the sidecar, read the data.
+
+    Args:
+        config: the run.
+        device: overrides the configuration's.
+        shard: spreads the base over the workers; it is then loaded into main memory first.
 
     Raises:
         InputError: a subclass that says which part cannot be used.
     """
-    model, tokenizer = load_base(config.model, dtype=config.dtype, device=device or config.device)
+    place = torch.device(device or config.device)
+    model, tokenizer = load_base(config.model, dtype=config.dtype, device="cpu" if shard else place)
     renderer = ChatRenderer(tokenizer)
     sidecar = _sidecar(config, model, tokenizer.eos_token_id)
+    digest = _digest(model)
+    if shard is not None:
+        shard(model)
+        model.to(place)  # type: ignore[arg-type]
     extractor = Extractor(model, sidecar, recompute=config.gradient_checkpointing)
     prefix_ids = renderer.prefix_ids(config.system)
     prefix = prefill(model, prefix_ids) if prefix_ids else None
@@ -84,8 +103,20 @@ def set_up(config: TrainConfig, *, device: str | torch.device | None = None) -> 
         objective=objective,
         prefix_ids=prefix_ids,
         prefix=prefix,
-        untrained_digest=tensors_digest(model.state_dict().items()),
+        untrained_digest=digest,
     )
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Of all tensors; those spread over workers are gathered one by one, on every worker."""
+    state, tensors = hashlib.sha256(), model.state_dict()
+    for name in sorted(tensors):
+        update_digest(state, name, _whole(tensors[name]))
+    return state.hexdigest()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _sidecar(config: TrainConfig, model: PreTrainedModel, eos_token_id: int | None) -> Sidecar:

@@ -1,5 +1,6 @@
 """The rows of a step for one worker: a function of seed, step and world, never of what ran before."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,10 +49,14 @@ class RowStream:
         rows = StepRows(micro_batches=[])
         mine = _share({p: s.characters for p, s in samples.items()}, rank=rank, world=world)
         prepared = [self._usable(step, place, samples[place], rows.dropped) for place in mine]
-        rows.micro_batches = micro_batches(
-            prepared, max_rows=self._config.micro_batch_rows, max_tokens=self._config.micro_batch_tokens
-        )
+        rows.micro_batches = micro_batches(prepared, **self.limits())
         return rows
+
+    def limits(self) -> dict[str, int]:
+        """Largest micro-batch."""
+        # Workers that share a base's layers must make equally many passes, so only rows may count.
+        tokens = sys.maxsize if self._config.shard_base else self._config.micro_batch_tokens
+        return {"max_rows": self._config.micro_batch_rows, "max_tokens": tokens}
 
     def _sample(self, step: int, place: int, attempt: int) -> Sample:
         file, row = self._mixture.substitute(place, attempt) if attempt else self._mixture.row(place)
