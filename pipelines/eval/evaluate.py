@@ -151,12 +151,12 @@ class _Run:
 
 @contextmanager
 def _predictions(path: str | None) -> Iterator[OnOutcome]:
-    """Where single answers go: a JSONL file, written as they come, or nowhere."""
+    """Where single answers go: a JSONL file, a whole line at once so that an interrupted run leaves no half, or nowhere."""
     if path is None:
         yield lambda outcome: None
         return
     try:
-        file = Path(path).expanduser().open("w", encoding="utf-8")
+        file = Path(path).expanduser().open("w", encoding="utf-8", buffering=1)
     except OSError as error:
         raise ConfigError(f"cannot write the predictions to {path}: {error.strerror}") from error
     with file:
