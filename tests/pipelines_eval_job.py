@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from c2kv_cli.demo_questions import SYSTEM as DEMO_SYSTEM
 from c2kv_cli.main import main
 from c2kv_core import SidecarConfig
 from c2kv_core.errors import InputError
@@ -18,6 +19,7 @@ from pipelines.eval.__main__ import main as module_main
 from pipelines.eval.config import EvalConfig
 from pipelines.eval.evaluate import evaluate
 from pipelines.eval.methods import METHODS
+from pipelines.train.config import SYSTEM as TRAINED_SYSTEM
 from tests.eval_kit import row, write_rows
 from tests.tiny_models import random_sidecar, save_tiny_model
 
@@ -109,6 +111,16 @@ def test_every_method_has_its_rows(data: str, model_dir: str) -> None:
     assert (found["sidecar"], found["sidecar_directory"], found["seed"]) == ("untrained", None, 0)
     assert found["config"]["distractors"] == 1
     json.dumps(found)
+
+
+def test_the_document_names_every_method_and_column() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "evaluation.md").read_text()
+    columns = {key.removesuffix("_low").removesuffix("_high") for key in ROW_KEYS}
+    assert [name for name in sorted(columns | set(METHODS)) if f"`{name}`" not in text] == ["method", "ratio"]
+
+
+def test_training_evaluation_and_demo_ask_alike() -> None:
+    assert EvalConfig(data="-").system == TRAINED_SYSTEM == DEMO_SYSTEM
 
 
 def test_without_full_compute_there_is_no_difference_to_it(data: str, model_dir: str) -> None:

@@ -253,6 +253,15 @@ def test_a_cut_document_is_a_turn_with_the_beginning_of_its_text(setup: Setup) -
     assert beginning_ids(renderer, content, 3) == []
 
 
+def test_a_cut_inside_a_character_keeps_the_budget(setup: Setup) -> None:
+    """Characters of several tokens are kept or left whole, so a cut can be longer than its share of tokens."""
+    renderer = setup.compressor.renderer
+    content = "🌳 橡树 🌳🌳 bark"
+    sizes = [len(beginning_ids(renderer, content, budget)) for budget in range(40)]
+    assert all(size <= budget for budget, size in enumerate(sizes))
+    assert len(set(sizes)) > 5
+
+
 def test_a_budget_too_small_for_any_turn_leaves_the_prefix(models: Path) -> None:
     setup = load(models, ratios=[64])
     given = case(setup)
