@@ -72,7 +72,8 @@ def _print_table(report: EvalReport) -> None:
     out = Console(highlight=False, soft_wrap=True)
     # In a narrow terminal or a pipe a long line is easier to read than cut numbers.
     out.width = max(out.width, TABLE_WIDTH)
-    table = Table(title=f"{report.data}: {report.methods[0].questions} questions", title_justify="left")
+    count = report.methods[0].questions
+    table = Table(title=f"{report.data}: {count} question{'s' * (count != 1)}", title_justify="left")
     table.add_column("method")
     for name in (
         "ratio",
