@@ -151,7 +151,7 @@ class _Run:
 
 @contextmanager
 def _predictions(path: str | None) -> Iterator[OnOutcome]:
-    """Where single answers go: a JSONL file, a whole line at once so that an interrupted run leaves no half, or nowhere."""
+    """Where single answers go: nowhere, or a JSONL file that an interrupted run leaves with whole lines."""
     if path is None:
         yield lambda outcome: None
         return
