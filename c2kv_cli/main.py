@@ -10,6 +10,7 @@ from c2kv_cli.eval import eval_command
 from c2kv_cli.extract import extract
 from c2kv_cli.serve import serve
 from c2kv_cli.store import app as store_app
+from c2kv_cli.train import train
 from c2kv_core.errors import C2KVError, InputError
 
 INTERRUPTED = 130
@@ -21,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("train")(train)
 app.command("extract")(extract)
 app.command("serve")(serve)
 app.command("eval")(eval_command)

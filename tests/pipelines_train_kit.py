@@ -60,6 +60,7 @@ def train_config(tmp_path: Path, model: Path, **changes: Any) -> TrainConfig:
         "eval_every_steps": 3,
         "threads_per_worker": 1,
         "tensorboard": False,
+        "curves": False,
     }
     return TrainConfig.model_validate({**settings, **changes})
 

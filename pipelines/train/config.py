@@ -161,6 +161,8 @@ class TrainConfig(Config):
     """Dtype of the exported sidecar."""
     tensorboard: bool = True
     """Write TensorBoard files beside the run's metrics."""
+    curves: bool = True
+    """Draw the curves as a PNG beside the run's metrics."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

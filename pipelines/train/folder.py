@@ -40,6 +40,7 @@ MAY_CHANGE = frozenset(
         "gradient_checkpointing",
         "export_dtype",
         "tensorboard",
+        "curves",
     }
 )
 """Settings that a run may go on with when they differ: they decide where and how it computes, not what."""

@@ -9,12 +9,14 @@ from transformers import PreTrainedModel
 
 from c2kv_core.errors import NonFiniteLossError, TrainingError
 from pipelines.train.attempts import Attempt
+from pipelines.train.board import Board
 from pipelines.train.card import model_card
 from pipelines.train.checkpoint import Checkpoints, name_of
 from pipelines.train.config import TrainConfig
+from pipelines.train.curves import check_available, draw_curves
 from pipelines.train.dev import DevSet
 from pipelines.train.export import best_path, collect_best, export_sidecar, load_best, save_best
-from pipelines.train.folder import REPORT, RunFolder
+from pipelines.train.folder import CURVES, REPORT, RunFolder
 from pipelines.train.reading import dropped_rows
 from pipelines.train.records import Records
 from pipelines.train.setup import TrainingSetup, set_up
@@ -87,6 +89,7 @@ class _Run:
         self.dev = DevSet(setup, world)
         self.state = RunState()
         self.records = Records(folder, up_to_step=0)
+        self.board: Board | None = None
         self._header = setup.sidecar.header
 
     def resume(self) -> None:
@@ -102,6 +105,10 @@ class _Run:
             restore(self.trainer, checkpoint.tensors)
             self.state = RunState.from_dict(checkpoint.state)
         self.records = Records(self.folder, up_to_step=self.state.step)
+        if self.config.curves:
+            check_available()
+        if self.config.tensorboard and self.world.leads:
+            self.board = Board(self.folder, after_step=self.state.step)
         if self.dev and not attempt:
             self.state.references = self.dev.references()
             self._evaluate()
@@ -123,6 +130,8 @@ class _Run:
             raise self._not_finite(signal) from signal
         self.state.count(record)
         self.records.add(record)
+        if self.board is not None:
+            self.board.add(record)
         last = record.step == self.config.steps
         if self.dev and (last or record.step % self.config.eval_every_steps == 0):
             self._evaluate()
@@ -133,6 +142,8 @@ class _Run:
     def _evaluate(self) -> None:
         record = self.dev.evaluate(self.state.step)
         self.records.add_dev(record)
+        if self.board is not None:
+            self.board.add_dev(record)
         if self.state.best is None or record.score < self.state.best.score:
             path = best_path(record.step, self.attempt.number)
             if self.world.leads:
@@ -143,10 +154,20 @@ class _Run:
         if not self.world.leads:
             return
         self.records.save()
+        if self.board is not None:
+            self.board.flush()
+        if self.config.curves:
+            self._draw()
         self.checkpoints.save(
             self.attempt, self.state.step, state_tensors(self.trainer), self.state.to_dict()
         )
         self.checkpoints.collect(keep=self.config.keep_checkpoints)
+
+    def _draw(self) -> None:
+        title = f"{self.config.run}: {self.config.model}"
+        png = draw_curves(title, self.records.steps, self.records.dev, self.state.references)
+        with self.folder.writing():
+            self.folder.storage.put(CURVES, png)
 
     def _not_finite(self, signal: NonFiniteLossSignal) -> NonFiniteLossError:
         path = f"non_finite/step-{signal.step:08d}-rank-{self.world.rank}.json"

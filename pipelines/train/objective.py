@@ -26,7 +26,7 @@ class Losses:
     loss: Tensor
     """Scalar; the shares of a step's micro-batches over all workers add up to its loss."""
     sums: Sums
-    """``rows``, ``source_tokens``, ``answer_tokens``, and sums over rows of each loss by name."""
+    """``rows``, ``source_tokens`` and other sizes, and sums over rows of each loss by name."""
 
 
 class Objective:
@@ -57,7 +57,8 @@ class Objective:
         count = self._config.views_per_row
         # View by view, so that a teacher row's predictions line up with those of each of its views.
         asks = [self._ask(row, views[i][v]) for v in range(count) for i, row in enumerate(rows)]
-        sums = _sizes(rows)
+        sums = _sizes(rows, distilled=self._config.distillation.weight > 0)
+        sums["slots"] = float(sum(d.num_slots for row in views for view in row for d in view))
         loss = self._answers(asks, rows, sums)
         if self._config.reconstruction.weight:
             loss = loss + self._retellings(rows, views, sums)
@@ -116,11 +117,14 @@ class Objective:
         return self._config.reconstruction.weight * total
 
 
-def _sizes(rows: Sequence[Prepared]) -> Sums:
+def _sizes(rows: Sequence[Prepared], *, distilled: bool) -> Sums:
     sizes: Sums = defaultdict(float)
     sizes["rows"] = len(rows)
     sizes["source_tokens"] = sum(row.source_tokens for row in rows)
     sizes["answer_tokens"] = sum(len(row.answer_ids) for row in rows)
+    asked = sum(len(row.question_ids) + len(row.answer_ids) for row in rows)
+    sizes["asked_tokens"] = asked * len(rows[0].sample.ratios)
+    sizes["taught_tokens"] = sum(row.total_tokens for row in rows) if distilled else 0
     return sizes
 
 

@@ -20,7 +20,8 @@ class Records:
 
     def add(self, record: StepRecord) -> None:
         """A finished step."""
-        self.steps.append(asdict(record))
+        by_ratio = {str(ratio): loss for ratio, loss in record.by_ratio.items()}
+        self.steps.append({**asdict(record), "by_ratio": by_ratio})
 
     def add_dev(self, record: DevRecord) -> None:
         """An evaluation."""

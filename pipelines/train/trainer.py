@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pipelines.train.config import TrainConfig
+from pipelines.train.flops import StepTokens, layer_weights, peak_flops, step_flops
 from pipelines.train.objective import Sums
 from pipelines.train.optimizer import SidecarOptimizer, learning_rate
 from pipelines.train.prepare import Prepared
@@ -13,7 +14,7 @@ from pipelines.train.setup import TrainingSetup
 from pipelines.train.weights import MasterWeights
 from pipelines.train.world import World, sum_numbers
 
-_COUNTS = ("rows", "source_tokens", "answer_tokens", "dropped")
+_COUNTS = ("rows", "source_tokens", "answer_tokens", "slots", "asked_tokens", "taught_tokens", "dropped")
 _LOSSES = ("answer", "distillation", "reconstruction", "full_compute")
 
 
@@ -40,6 +41,8 @@ class StepRecord:
     """Rows replaced because they could not be used."""
     elapsed_s: float = field(compare=False)
     """Wall time of the step."""
+    mfu: float | None = field(default=None, compare=False)
+    """Share of the GPUs' peak operations that the model's own amount to; None on a CPU or an unknown GPU."""
 
 
 class NonFiniteLossSignal(Exception):
@@ -58,6 +61,7 @@ class Trainer:
         self.config: TrainConfig = setup.config
         self.weights = MasterWeights(setup.sidecar)
         self.optimizer = SidecarOptimizer(self.config, self.weights)
+        self._peak, self._base_weights = peak_flops(setup.device), layer_weights(setup.model)
         ratios = self.config.all_ratios()
         self._names = [*_COUNTS, "loss", *_LOSSES]
         self._names += [f"{kind}_at_{ratio}" for ratio in ratios for kind in ("answer", "share")]
@@ -113,4 +117,17 @@ class Trainer:
             answer_tokens=int(total["answer_tokens"]),
             dropped=int(total["dropped"]),
             elapsed_s=elapsed_s,
+            mfu=self._mfu(total, elapsed_s),
         )
+
+    def _mfu(self, total: dict[str, float], elapsed_s: float) -> float | None:
+        if self._peak is None:
+            return None
+        tokens = StepTokens(
+            source=int(total["source_tokens"]),
+            slots=int(total["slots"]),
+            asked=int(total["asked_tokens"]),
+            taught=int(total["taught_tokens"]),
+        )
+        flops = step_flops(tokens, weights=self._base_weights)
+        return flops / (elapsed_s * self._peak * self.world.size)
