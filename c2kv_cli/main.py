@@ -6,9 +6,11 @@ import typer
 
 from c2kv_cli.bench import app as bench_app
 from c2kv_cli.demo import demo
+from c2kv_cli.eval import eval_command
 from c2kv_cli.extract import extract
 from c2kv_cli.serve import serve
 from c2kv_cli.store import app as store_app
+from c2kv_cli.train import train
 from c2kv_core.errors import C2KVError, InputError
 
 INTERRUPTED = 130
@@ -20,8 +22,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("train")(train)
 app.command("extract")(extract)
 app.command("serve")(serve)
+app.command("eval")(eval_command)
 app.command("demo")(demo)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")

@@ -15,6 +15,9 @@
      |    +-- IdentityError        store content of another model, sidecar or ratio
      |    +-- ContextLengthError   more positions asked for than the model has
      +-- StoreError                the store failed at run time (I/O, conflict)
+     +-- TrainingError             a training run cannot go on
+          +-- NonFiniteLossError   its loss is not a number
+          +-- StaleAttemptError    a later attempt at the same run has taken over
 
 Messages are one line: what was expected, what came, what to do.
 """
@@ -74,3 +77,15 @@ class ContextLengthError(InputError):
 
 class StoreError(C2KVError):
     """The store failed while running: I/O error or lasting write conflict."""
+
+
+class TrainingError(C2KVError):
+    """A training run cannot go on; what it has saved stays."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss of a step is not a number; the batch is saved beside the run."""
+
+
+class StaleAttemptError(TrainingError):
+    """A later attempt at the same run has taken over; this one must not write any more."""

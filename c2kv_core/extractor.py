@@ -6,10 +6,12 @@ H head dim, L layers.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
@@ -55,13 +57,21 @@ class SlotStates:
 class Extractor:
     """Turns documents, each alone, into slots of a frozen model."""
 
-    def __init__(self, model: PreTrainedModel, sidecar: Sidecar, *, max_batch_tokens: int = 4096) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sidecar: Sidecar,
+        *,
+        max_batch_tokens: int = 4096,
+        recompute: bool = False,
+    ) -> None:
         """Bind a sidecar to its base.
 
         Args:
             model: the frozen base; it is put in evaluation mode and never changed.
             sidecar: trained for this base; moved to the model's device and dtype if it is elsewhere.
             max_batch_tokens: padded tokens of one batch; one longer document is a batch of its own.
+            recompute: in training, keep no activations of a layer but its input (gradient checkpointing).
 
         Raises:
             UnsupportedModelError: the architecture breaks the method's maths.
@@ -72,6 +82,7 @@ class Extractor:
         self.model = model.eval()
         self.sidecar = sidecar.to(device=model.device, dtype=model.dtype)
         self.max_batch_tokens = max_batch_tokens
+        self.recompute = recompute
 
     def extract(
         self, documents: Sequence[Sequence[int]], ratio: int, *, force_ratio: bool = False
@@ -115,7 +126,10 @@ class Extractor:
         ids_BN = torch.zeros(len(documents), max(lengths), dtype=torch.int64, device=device)
         for row, ids in enumerate(documents):
             ids_BN[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
-        streams = [_SlotStream(self.model, self.sidecar, lengths, ratio) for ratio in ratios]
+        streams = [
+            _SlotStream(self.model, self.sidecar, lengths, ratio, recompute=self.recompute)
+            for ratio in ratios
+        ]
         layers = hf_adapter.decoder_layers(self.model)
         for index, (token_k, token_v) in enumerate(_token_kv(self.model, ids_BN)):
             for stream in streams:
@@ -171,9 +185,16 @@ class _SlotStream:
     """The slots of one batch at one ratio on their way through the layers."""
 
     def __init__(
-        self, model: PreTrainedModel, sidecar: Sidecar, lengths: tuple[int, ...], ratio: int
+        self,
+        model: PreTrainedModel,
+        sidecar: Sidecar,
+        lengths: tuple[int, ...],
+        ratio: int,
+        *,
+        recompute: bool,
     ) -> None:
         self.sidecar, self.lengths, self.ratio = sidecar, lengths, ratio
+        self.recompute = recompute and torch.is_grad_enabled()
         device = model.device
         slots = slot_count(max(lengths), ratio)
         positions = torch.zeros(len(lengths), slots, dtype=torch.int64)
@@ -185,19 +206,45 @@ class _SlotStream:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def _project(self, layer: hf_adapter.StockLayer, *names: str) -> list[Tensor]:
-        index, attention = len(self.keys), layer.self_attn
-        normed = layer.input_layernorm(self.hidden)
+    def step(self, index: int, layer: hf_adapter.StockLayer, token_k: Tensor, token_v: Tensor) -> None:
+        """Run one layer; its stored keys and values are kept."""
+        body = partial(self._layer, index, layer)
+        if self.recompute:
+            made = checkpoint(body, self.hidden, token_k, token_v, use_reentrant=False)
+        else:
+            made = body(self.hidden, token_k, token_v)
+        self.hidden, k, v = made
+        self.keys.append(k)
+        self.values.append(v)
+
+    def finish(self, layer: hf_adapter.StockLayer) -> None:
+        """The last layer: only its keys and values are stored, so nothing attends there."""
+        k, v = hf_adapter.inside(
+            layer, partial(self._project, len(self.keys), layer, ("k", "v")), self.hidden
+        )
+        self.keys.append(k)
+        self.values.append(v)
+
+    def _project(
+        self, index: int, layer: hf_adapter.StockLayer, names: tuple[str, ...], hidden: Tensor
+    ) -> list[Tensor]:
+        attention = layer.self_attn
+        normed = layer.input_layernorm(hidden)
         return [
             hf_adapter.project_heads(attention, name, self.sidecar.project(index, name, normed, attention))
             for name in names
         ]
 
-    def step(self, index: int, layer: hf_adapter.StockLayer, token_k: Tensor, token_v: Tensor) -> None:
-        """Run one layer; its stored keys and values are kept."""
-        q, k, v = self._project(layer, "q", "k", "v")
-        self.keys.append(k)
-        self.values.append(v)
+    def _layer(
+        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, token_k: Tensor, token_v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states after a layer, and its keys and values. Changes nothing, so that it can run twice."""
+        return hf_adapter.inside(layer, partial(self._attend, index, layer), hidden, token_k, token_v)
+
+    def _attend(
+        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, token_k: Tensor, token_v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._project(index, layer, ("q", "k", "v"), hidden)
         attended = slot_attention(
             hf_adapter.rotate(q, self.angles),
             hf_adapter.rotate(k, self.angles),
@@ -209,13 +256,7 @@ class _SlotStream:
             overlap_tokens=self.sidecar.config.overlap_tokens,
             scale=hf_adapter.attention_scale(layer.self_attn),
         )
-        self.hidden = hf_adapter.finish_layer(layer, self.hidden, attended)
-
-    def finish(self, layer: hf_adapter.StockLayer) -> None:
-        """The last layer: only its keys and values are stored, so nothing attends there."""
-        k, v = self._project(layer, "k", "v")
-        self.keys.append(k)
-        self.values.append(v)
+        return hf_adapter.finish_layer(layer, hidden, attended), k, v
 
     def states(self) -> SlotStates:
         return SlotStates(

@@ -6,9 +6,8 @@ mask, explicit positions and a cache of ours, so that nothing is inferred from t
 Shape legend: B batch, T new tokens, S cached entries, D hidden, K kv heads, Q query heads, H head dim.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from c2kv_core.document import Geometry
 
+T = TypeVar("T")
 StockLayer = Any
 """A stock decoder layer, or its attention: their submodules have no static types."""
 Rotation = tuple[Tensor, Tensor]
@@ -108,6 +108,16 @@ def project_heads(attention: StockLayer, name: str, projected: Tensor) -> Tensor
     return out
 
 
+def inside(layer: StockLayer, body: Callable[..., T], *tensors: Tensor) -> T:
+    """``body(*tensors)``, which uses submodules of a layer, as if it were the layer's own forward.
+
+    Where a layer's weights are spread over processes (FSDP2), its method ``run_inside`` gathers them for the call.
+    """
+    gather = getattr(layer, "run_inside", None)
+    made: T = body(*tensors) if gather is None else gather(body, *tensors)
+    return made
+
+
 def attention_scale(attention: StockLayer) -> float:
     """Factor on query-key products."""
     return float(attention.scaling)
@@ -145,14 +155,3 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     if eos is None:
         eos = model.config.eos_token_id
     return frozenset([eos] if isinstance(eos, int) else eos or [])
-
-
-@contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model in evaluation mode, put back afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield model
-    finally:
-        model.train(training)

@@ -84,6 +84,11 @@ class ChatRenderer:
             text = self._after_first_turn(hidden, generate=True)
         return self._pieces.encode(text, disguise)
 
+    def answer_ids(self, text: str) -> list[int]:
+        """An answer as it stands after the assistant header, without the token that ends it."""
+        disguise = self._pieces.disguise([text])
+        return self._pieces.encode(disguise.hide(text), disguise)
+
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Character range of each token of plain text, for splitting."""
         return self._pieces.offsets(text)

@@ -1,0 +1,82 @@
+"""``c2kv train``: a sidecar from rows of documents, questions and answers."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
+from pipelines.train.config import TrainConfig
+from pipelines.train.loop import Progress as RunProgress
+from pipelines.train.run import train as run_train
+
+
+def train(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Train a sidecar for a frozen model, or go on where the run of this name stopped."""
+    resolved = resolve(TrainConfig, config, overrides)
+    with _progress_bar() as bar:
+        report = run_train(resolved, progress=_Follow(bar))
+    if as_json:
+        print_json(report)
+    else:
+        _print_summary(report)
+
+
+def _progress_bar() -> Progress:
+    return Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+class _Follow:
+    """Moves the bar with the steps of the run."""
+
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("train", total=None, numbers="starting")
+
+    def __call__(self, progress: RunProgress) -> None:
+        numbers = "starting"
+        if progress.record is not None:
+            record = progress.record
+            numbers = f"loss {record.loss:.3f}  {record.source_tokens / record.elapsed_s:,.0f} tokens/s"
+            if record.mfu is not None:
+                numbers += f"  MFU {record.mfu:.0%}"
+        if progress.best_score is not None:
+            numbers += f"  best held-out {progress.best_score:.3f}"
+        self._bar.update(self._task, completed=progress.step, total=progress.steps, numbers=numbers)
+
+
+def _print_summary(report: dict[str, Any]) -> None:
+    out = Console(highlight=False, soft_wrap=True)
+    rows = {
+        "steps": f"{report['step']:,}, {report['rows']:,} rows, {report['source_tokens']:,} source tokens",
+        "last loss": f"{report['last']['loss']:.4f}, answers {report['last']['answer']:.4f} nats a token",
+    }
+    if report["best"]:
+        rows["held-out"] = (
+            f"{report['best']['score']:.4f} at step {report['best']['step']:,}, which is exported"
+        )
+    left_out = {**report["rows_left_out"]}
+    if report["dropped"]:
+        left_out["replaced while drawing"] = report["dropped"]
+    if left_out:
+        rows["left out"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in left_out.items())
+    rows["sidecar"] = report["sidecar"]
+    rows["curves"] = f"{report['folder']}/curves.png, metrics.jsonl, dev.jsonl, tensorboard/"
+    for name, value in rows.items():
+        out.print(f"{name:>14}  {value}")

@@ -1,0 +1,209 @@
+"""Configuration of a training run. Defaults are the paper's recipe; every option beyond it is off."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from c2kv_core import SidecarConfig
+from c2kv_core.config import Config
+
+Layout = Literal["auto", "c2kv", "hotpotqa", "2wikimultihopqa", "musique", "longbench"]
+"""How a data file's rows are laid out; ``auto`` tells by the keys of each row."""
+
+SYSTEM = "Answer the question using only the documents above. Reply with the short answer only."
+
+
+class DataFile(Config):
+    """One file of rows and its share of the mixture."""
+
+    path: str
+    """JSONL(.gz), JSON (a list) or Parquet; relative paths are below ``data_dir``."""
+    weight: float | None = Field(default=None, gt=0.0)
+    """Share of the drawn rows relative to the other files; null takes the file's number of rows."""
+    layout: Layout = "auto"
+    """Layout of the rows."""
+    licence: str = "not stated"
+    """Licence of the data, for the model card."""
+    limit: int | None = Field(default=None, ge=1)
+    """Take only this many rows, from the start of the file."""
+
+
+class Distillation(Config):
+    """Kullback-Leibler divergence from the frozen base over the full joint context."""
+
+    weight: float = Field(default=0.0, ge=0.0)
+    """Factor on the divergence; 0 is off, and the teacher is not run."""
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Divides both sides' logits; the divergence is multiplied by its square."""
+    positions: Literal["answer", "question_and_answer"] = "answer"
+    """Tokens whose predictions are compared."""
+
+
+class Reconstruction(Config):
+    """Cross-entropy on a document's own text, asked from its slots alone."""
+
+    weight: float = Field(default=0.0, ge=0.0)
+    """Factor on the cross-entropy; 0 is off."""
+    max_tokens: int = Field(default=128, ge=1)
+    """Tokens of the text that are asked for, from its start."""
+    prompt: str = "Repeat the document above word for word."
+    """The question."""
+
+
+class RatioStage(Config):
+    """Ratios drawn from a step on, for a curriculum."""
+
+    from_step: int = Field(ge=1)
+    """First optimizer step of the stage."""
+    ratios: tuple[int, ...] = Field(min_length=1)
+    """Source tokens per slot; each document draws one."""
+
+
+class TrainConfig(Config):
+    """One training run: which data, for which model, how, and where to."""
+
+    data: tuple[DataFile, ...] = Field(min_length=1)
+    """Files to draw rows from."""
+    dev: tuple[DataFile, ...] = ()
+    """Held-out files; the exported sidecar is the best on them. None exports the last one."""
+    data_dir: str = "."
+    """Folder that relative paths of data files are below."""
+    output: str
+    """Directory that holds run folders (local, or mounted on every node)."""
+    run: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; the same name goes on where the run stopped."""
+
+    model: str = "smollm2-135m-instruct"
+    """Alias, Hugging Face directory or hub id of the frozen base."""
+    system: str | None = SYSTEM
+    """System message before the documents; null takes the template's own."""
+    dtype: str = "float32"
+    """Computing dtype of base and slots; the sidecar's own weights are kept in float32."""
+    device: str = "cpu"
+    """Torch device of a worker: cpu or cuda."""
+
+    ratios: tuple[int, ...] = Field(default=(4,), min_length=1)
+    """Source tokens per slot; each document of a row draws one."""
+    ratio_stages: tuple[RatioStage, ...] = ()
+    """Curriculum: from a step on, draw from these ratios instead."""
+    views_per_row: int = Field(default=1, ge=1)
+    """Times a row is answered in a step, each with ratios of its own; base passes over its documents are shared."""
+    max_part_tokens: int = Field(default=1024, ge=16)
+    """Longest part of a document; longer documents are split."""
+    documents_per_row: tuple[int, int] = (2, 10)
+    """Fewest and most documents of a row: the supporting ones plus distractors, drawn uniformly."""
+    max_row_tokens: int = Field(default=8192, ge=64)
+    """Source tokens of a row, question and answer included; longer rows are dropped and counted."""
+    overlap_tokens: int = Field(default=0, ge=0)
+    """Tokens before its block that a slot also sees; 0 is the paper."""
+    residual: Literal["none"] = "none"
+    """Addition to the slots' first input; only ``none``, the paper's."""
+    rank: int | None = Field(default=None, ge=1)
+    """Rank of the projections' deltas on the base's; null trains full projections, the paper's."""
+    init_sidecar: str | None = None
+    """Sidecar directory to start from; null starts from the base."""
+
+    distillation: Distillation = Distillation()
+    """From the full joint context; off is the paper."""
+    reconstruction: Reconstruction = Reconstruction()
+    """Of document text; off is the paper."""
+    pull_to_base: float = Field(default=0.0, ge=0.0)
+    """Factor on the mean squared distance of the weights from their start; 0 is the paper."""
+
+    steps: int = Field(ge=1)
+    """Optimizer steps of the whole run."""
+    batch_rows: int = Field(default=32, ge=1)
+    """Rows of one optimizer step, over all workers."""
+    micro_batch_rows: int = Field(default=4, ge=1)
+    """Most rows of one forward and backward pass of a worker."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Most source tokens of one such pass; a longer row is a pass of its own."""
+    lr: float = Field(default=5e-5, gt=0.0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after the warm-up."""
+    min_lr_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the peak that the cosine ends at."""
+    warmup_share: float = Field(default=0.06, ge=0.0, le=1.0)
+    """Share of the steps over which the learning rate rises from 0."""
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    """Of matrices; the slot vector and biases have none."""
+    clip_norm: float = Field(default=1.0, gt=0.0)
+    """Largest norm of the gradient over all weights."""
+    seed: int = 0
+    """Decides the order of rows, their documents and ratios, and the start of low-rank projections."""
+    gradient_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping their activations."""
+
+    num_workers: int = Field(default=0, ge=0)
+    """Ray Train workers; 0 trains in this process without Ray."""
+    shard_base: bool = False
+    """Spread the base's layers over the workers (FSDP2), for bases that do not fit one GPU."""
+    num_cpus_per_worker: float = Field(default=1.0, ge=0.0)
+    """Logical CPUs each worker reserves."""
+    num_gpus_per_worker: float = Field(default=0.0, ge=0.0)
+    """GPUs each worker reserves; above 0 the workers talk over NCCL, else over Gloo."""
+    threads_per_worker: int | None = Field(default=None, ge=1)
+    """Torch threads of a worker; null leaves them as they are."""
+    max_failures: int = Field(default=3, ge=0)
+    """Times that lost workers are replaced before the run fails."""
+
+    checkpoint_every_steps: int = Field(default=100, ge=1)
+    """Optimizer steps between checkpoints."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Complete checkpoints that are kept."""
+    eval_every_steps: int = Field(default=100, ge=1)
+    """Optimizer steps between evaluations on the held-out rows."""
+    dev_rows: int = Field(default=64, ge=1)
+    """Held-out rows of each file, from its shuffled start."""
+    export_dtype: str = "bfloat16"
+    """Dtype of the exported sidecar."""
+    tensorboard: bool = True
+    """Write TensorBoard files beside the run's metrics."""
+    curves: bool = True
+    """Draw the curves as a PNG beside the run's metrics."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        fewest, most = self.documents_per_row
+        if not 1 <= fewest <= most:
+            raise ValueError(f"expected documents_per_row of 1 <= fewest <= most, got {fewest}, {most}")
+        if self.num_workers and self.batch_rows % self.num_workers:
+            raise ValueError(
+                f"expected batch_rows to be a multiple of num_workers, got {self.batch_rows} and {self.num_workers}"
+            )
+        if self.shard_base and not self.num_workers:
+            raise ValueError("shard_base needs num_workers of 1 or more")
+        starts = [stage.from_step for stage in self.ratio_stages]
+        if starts != sorted(set(starts)):
+            raise ValueError(f"expected ratio_stages in ascending order of from_step, got {starts}")
+        return self
+
+    def ratios_at(self, step: int) -> tuple[int, ...]:
+        """Ratios that documents draw from in an optimizer step (from 1)."""
+        current = self.ratios
+        for stage in self.ratio_stages:
+            if stage.from_step <= step:
+                current = stage.ratios
+        return current
+
+    def all_ratios(self) -> tuple[int, ...]:
+        """Every ratio the run trains for, ascending."""
+        later = [ratio for stage in self.ratio_stages for ratio in stage.ratios]
+        return tuple(sorted({*self.ratios, *later}))
+
+    def sidecar_config(self, *, trained: bool) -> SidecarConfig:
+        """Settings of the sidecar that the run trains."""
+        return SidecarConfig(
+            ratios=self.all_ratios(),
+            max_part_tokens=self.max_part_tokens,
+            overlap_tokens=self.overlap_tokens,
+            residual=self.residual,
+            rank=self.rank,
+            trained=trained,
+        )
+
+    def data_path(self, file: DataFile) -> Path:
+        """Where a data file is."""
+        return Path(self.data_dir).expanduser() / Path(file.path).expanduser()

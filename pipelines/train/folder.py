@@ -1,0 +1,117 @@
+"""The run folder: where a run's files are, and that its configuration stays the same when it goes on."""
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import yaml
+
+from c2kv_core.config import parse_config, to_yaml
+from c2kv_core.errors import ConfigError, TrainingError
+from c2kv_core.store import open_storage
+from c2kv_core.store.storage import Storage
+from pipelines.train.config import TrainConfig
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+DEV = "dev.jsonl"
+REPORT = "report.json"
+PROGRESS = "progress.json"
+STOPPED = "stopped.json"
+SIDECAR = "sidecar"
+CURVES = "curves.png"
+
+MAY_CHANGE = frozenset(
+    {
+        "data_dir",
+        "output",
+        "device",
+        "num_workers",
+        "shard_base",
+        "num_cpus_per_worker",
+        "num_gpus_per_worker",
+        "threads_per_worker",
+        "max_failures",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+        "micro_batch_rows",
+        "micro_batch_tokens",
+        "gradient_checkpointing",
+        "export_dtype",
+        "tensorboard",
+        "curves",
+    }
+)
+"""Settings that a run may go on with when they differ: they decide where and how it computes, not what."""
+
+
+class RunFolder:
+    """Files of one run below the output directory."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.location = f"{config.output.rstrip('/')}/{config.run}"
+        self.storage: Storage = open_storage(self.location)
+
+    def open(self) -> None:
+        """Start the run, or check that it is the one that stopped.
+
+        Raises:
+            ConfigError: the folder's run has another configuration.
+            TrainingError: the folder cannot be written.
+        """
+        with writing(self.location):
+            if self.storage.create(CONFIG, to_yaml(self.config).encode()):
+                return
+            saved = parse_config(
+                TrainConfig,
+                yaml.safe_load(bytes(self.storage.get(CONFIG))),
+                source=f"{self.location}/{CONFIG}",
+            )
+        for name in TrainConfig.model_fields:
+            if name not in MAY_CHANGE and getattr(saved, name) != getattr(self.config, name):
+                raise ConfigError(
+                    f"the run {self.config.run!r} in {self.config.output} has {name} "
+                    f"{getattr(saved, name)!r}, got {getattr(self.config, name)!r}; give the same to go on, "
+                    "or another run name to start anew"
+                )
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Failures of the file system within a ``with`` block as one line.
+
+        Raises:
+            TrainingError: names the folder and the system's reason.
+        """
+        return writing(self.location)
+
+    def put_json(self, path: str, content: Any) -> None:
+        """Write a readable JSON file, atomically."""
+        with writing(self.location):
+            self.storage.put(path, (json.dumps(content, indent=2) + "\n").encode())
+
+    def get_json(self, path: str) -> Any:
+        """What ``put_json`` wrote; None where there is nothing."""
+        try:
+            return json.loads(bytes(self.storage.get(path)))
+        except FileNotFoundError:
+            return None
+
+
+@contextmanager
+def writing(location: str) -> Iterator[None]:
+    """Failures of the file system as one line.
+
+    Raises:
+        TrainingError: names the folder and the system's reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"cannot write the run folder {location}: {error.strerror or error}; make room or choose another "
+            "output, then run the same command to go on from the last checkpoint"
+        ) from error
+
+
+__all__ = ["MAY_CHANGE", "RunFolder", "writing"]

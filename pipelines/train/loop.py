@@ -1,0 +1,237 @@
+"""The training loop of one worker: resume, step, evaluate, save, export."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from c2kv_core.errors import NonFiniteLossError, TrainingError
+from pipelines.train.attempts import Attempt
+from pipelines.train.board import Board
+from pipelines.train.card import model_card
+from pipelines.train.checkpoint import Checkpoints, name_of
+from pipelines.train.config import TrainConfig
+from pipelines.train.curves import check_available, draw_curves
+from pipelines.train.dev import DevSet
+from pipelines.train.export import best_path, collect_best, export_sidecar, load_best, save_best
+from pipelines.train.folder import CURVES, REPORT, RunFolder
+from pipelines.train.reading import dropped_rows
+from pipelines.train.records import Records
+from pipelines.train.setup import TrainingSetup, set_up
+from pipelines.train.state import Best, RunState, restore, state_tensors
+from pipelines.train.trainer import NonFiniteLossSignal, StepRecord, Trainer
+from pipelines.train.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    step: int
+    steps: int
+    record: StepRecord | None
+    """Of the last step; None right after the start."""
+    best_score: float | None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def train_worker(
+    config: TrainConfig,
+    world: World,
+    *,
+    owner: str,
+    device: torch.device | None = None,
+    shard: Callable[[PreTrainedModel], None] | None = None,
+    progress: OnProgress | None = None,
+) -> None:
+    """Train until the last step; the leader writes all files.
+
+    Args:
+        config: the run.
+        world: this worker's place.
+        owner: the driver that started this worker, which has claimed the run.
+        device: overrides the configuration's.
+        shard: spreads the base over the workers.
+        progress: called after every step.
+
+    Raises:
+        InputError: model, data or sidecar cannot be used.
+        TrainingError: non-finite loss, a later attempt has taken over, or the storage failed.
+    """
+    if config.threads_per_worker is not None:
+        torch.set_num_threads(config.threads_per_worker)
+    folder = RunFolder(config)
+    folder.open()
+    claimed = Attempt.claim(folder.storage, owner=owner, renew=True).number if world.leads else 0
+    attempt = Attempt(folder.storage, world.broadcast(claimed))
+    setup = set_up(config, device=device, shard=shard)
+    run = _Run(setup, world, folder, attempt)
+    run.resume()
+    run.follow(progress, None)
+    while run.state.step < config.steps:
+        record = run.step()
+        run.follow(progress, record)
+    run.finish()
+
+
+class _Run:
+    """One worker's run and what it has so far."""
+
+    def __init__(self, setup: TrainingSetup, world: World, folder: RunFolder, attempt: Attempt) -> None:
+        self.setup, self.world, self.folder, self.attempt = setup, world, folder, attempt
+        self.config = setup.config
+        self.trainer = Trainer(setup, world)
+        self.checkpoints = Checkpoints(folder.storage)
+        self.dev = DevSet(setup, world)
+        self.state = RunState()
+        self.records = Records(folder, up_to_step=0)
+        self.board: Board | None = None
+        self._header = setup.sidecar.header
+
+    def resume(self) -> None:
+        """Go to the newest checkpoint, the same on every worker; else measure the start."""
+        step, attempt = self._newest()
+        if attempt:
+            checkpoint = self.checkpoints.read(name_of(step, attempt))
+            if checkpoint is None:
+                raise TrainingError(
+                    f"checkpoint {name_of(step, attempt)} in {self.folder.location} vanished while it was read; "
+                    "run the same command again"
+                )
+            restore(self.trainer, checkpoint.tensors)
+            self.state = RunState.from_dict(checkpoint.state)
+        self.records = Records(self.folder, up_to_step=self.state.step)
+        if self.config.curves:
+            check_available()
+        if self.config.tensorboard and self.world.leads:
+            self.board = Board(self.folder, after_step=self.state.step)
+        if self.dev and not attempt:
+            self.state.references = self.dev.references()
+            self._evaluate()
+
+    def _newest(self) -> tuple[int, int]:
+        found = self.checkpoints.newest() if self.world.leads else None
+        if self.world.leads:
+            self.attempt.record(self.checkpoints.names())
+            self.checkpoints.collect(keep=self.config.keep_checkpoints)
+        step = self.world.broadcast(int(found.state["step"]) if found else 0)
+        attempt = self.world.broadcast(int(found.name.rpartition("-a")[2]) if found else 0)
+        return step, attempt
+
+    def step(self) -> StepRecord:
+        """One optimizer step, then evaluation and checkpoint where they are due."""
+        try:
+            record = self.trainer.step(self.state.step + 1)
+        except NonFiniteLossSignal as signal:
+            raise self._not_finite(signal) from signal
+        self.state.count(record)
+        self.records.add(record)
+        if self.board is not None:
+            self.board.add(record)
+        last = record.step == self.config.steps
+        if self.dev and (last or record.step % self.config.eval_every_steps == 0):
+            self._evaluate()
+        if last or record.step % self.config.checkpoint_every_steps == 0:
+            self._save()
+        return record
+
+    def _evaluate(self) -> None:
+        record = self.dev.evaluate(self.state.step)
+        self.records.add_dev(record)
+        if self.board is not None:
+            self.board.add_dev(record)
+        if self.state.best is None or record.score < self.state.best.score:
+            path = best_path(record.step, self.attempt.number)
+            if self.world.leads:
+                save_best(self.folder, path, dict(self.trainer.weights.named))
+            self.state.best = Best(step=record.step, score=record.score, path=path)
+
+    def _save(self) -> None:
+        if not self.world.leads:
+            return
+        self.records.save()
+        if self.board is not None:
+            self.board.flush()
+        if self.config.curves:
+            self._draw()
+        self.checkpoints.save(
+            self.attempt, self.state.step, state_tensors(self.trainer), self.state.to_dict()
+        )
+        self.checkpoints.collect(keep=self.config.keep_checkpoints)
+
+    def _draw(self) -> None:
+        title = f"{self.config.run}: {self.config.model}"
+        png = draw_curves(title, self.records.steps, self.records.dev, self.state.references)
+        with self.folder.writing():
+            self.folder.storage.put(CURVES, png)
+
+    def _not_finite(self, signal: NonFiniteLossSignal) -> NonFiniteLossError:
+        path = f"non_finite/step-{signal.step:08d}-rank-{self.world.rank}.json"
+        self.folder.put_json(path, [_readable(row) for row in signal.rows])
+        return NonFiniteLossError(
+            f"the loss is {signal.loss} at step {signal.step}; its rows are in {self.folder.location}/{path}; lower "
+            "lr, or look at these rows; the same command goes on from the last checkpoint"
+        )
+
+    def follow(self, progress: OnProgress | None, record: StepRecord | None) -> None:
+        """Tell whoever watches."""
+        if progress is not None and self.world.leads:
+            best = self.state.best.score if self.state.best else None
+            progress(Progress(step=self.state.step, steps=self.config.steps, record=record, best_score=best))
+
+    def finish(self) -> None:
+        """Check that the base is untouched, export, report."""
+        # By every worker: a base that is spread over them is gathered together.
+        if self.setup.base_tensors_digest() != self.setup.untrained_digest:
+            raise TrainingError("the base model's weights changed in training; this is a fault of the job")
+        if not self.world.leads:
+            return
+        self.attempt.require_latest()
+        best = self.state.best
+        last = {name: p.detach() for name, p in self.trainer.weights.named.items()}
+        weights = load_best(self.folder, best.path) if best else last
+        self.trainer.weights.load(weights)
+        exported_step, drift = best.step if best else self.state.step, self.trainer.weights.drift()
+        card = model_card(
+            self.setup,
+            self.state,
+            steps=self.records.steps,
+            dev=self.records.dev,
+            exported_step=exported_step,
+            drift=drift,
+        )
+        export_sidecar(self.folder, self._header, weights, card=card, dtype=self.config.export_dtype)
+        collect_best(self.folder, best.path if best else None)
+        self.folder.put_json(REPORT, self._report(exported_step, drift))
+
+    def _report(self, exported_step: int, drift: float) -> dict[str, Any]:
+        return {
+            "run": self.config.run,
+            "folder": self.folder.location,
+            "sidecar": f"{self.folder.location}/sidecar",
+            "attempts": self.attempt.number,
+            "exported_step": exported_step,
+            "drift": drift,
+            "rows_left_out": dropped_rows(self.setup.files),
+            "last": self.records.steps[-1],
+            "dev": self.records.dev[-1] if self.records.dev else None,
+            **asdict(self.state),
+        }
+
+
+def _readable(row: Any) -> dict[str, Any]:
+    sample = row.sample
+    return {
+        "row": sample.row.row_id,
+        "file": sample.dataset,
+        "ratios": sample.ratios,
+        "documents": [d._asdict() for d in sample.documents],
+        "question": sample.row.question,
+        "answer": sample.row.answer,
+        "question_ids": row.question_ids,
+        "answer_ids": row.answer_ids,
+    }

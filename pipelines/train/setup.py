@@ -1,0 +1,142 @@
+"""What a worker holds: frozen base, sidecar, rows and objective, made from the configuration alone."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from c2kv_core import ComposedContext, Extractor, Sidecar, hf_adapter, load_base, prefill
+from c2kv_core.base_digest import base_digest
+from c2kv_core.digest import update_digest
+from c2kv_core.errors import SidecarError
+from c2kv_core.models import model_directory
+from c2kv_core.text import ChatRenderer
+from pipelines.train.config import TrainConfig
+from pipelines.train.objective import Objective
+from pipelines.train.prepare import Preparer
+from pipelines.train.reading import RowFile, read_files
+from pipelines.train.stream import RowStream
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """Everything but the state that changes."""
+
+    config: TrainConfig
+    model: PreTrainedModel
+    sidecar: Sidecar
+    files: list[RowFile]
+    dev_files: list[RowFile]
+    preparer: Preparer
+    stream: RowStream
+    objective: Objective
+    prefix_ids: list[int]
+    prefix: ComposedContext | None
+    untrained_digest: str
+    """Digest of the base's tensors before training."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return torch.device(self.model.device)
+
+    def base_tensors_digest(self) -> str:
+        """Digest of the base's tensors now."""
+        return _digest(self.model)
+
+
+def set_up(
+    config: TrainConfig,
+    *,
+    device: str | torch.device | None = None,
+    shard: Callable[[PreTrainedModel], None] | None = None,
+) -> TrainingSetup:
+    """Load the base, make the sidecar, read the data.
+
+    Args:
+        config: the run.
+        device: overrides the configuration's.
+        shard: spreads the base over the workers; it is then loaded into main memory first.
+
+    Raises:
+        InputError: a subclass that says which part cannot be used.
+    """
+    place = torch.device(device or config.device)
+    model, tokenizer = load_base(config.model, dtype=config.dtype, device="cpu" if shard else place)
+    renderer = ChatRenderer(tokenizer)
+    sidecar = _sidecar(config, model, tokenizer.eos_token_id)
+    digest = _digest(model)
+    if shard is not None:
+        shard(model)
+        model.to(place)  # type: ignore[arg-type]
+    extractor = Extractor(model, sidecar, recompute=config.gradient_checkpointing)
+    prefix_ids = renderer.prefix_ids(config.system)
+    prefix = prefill(model, prefix_ids) if prefix_ids else None
+    preparer = Preparer(
+        tokenizer,
+        renderer,
+        max_part_tokens=config.max_part_tokens,
+        # The prefix takes positions too.
+        max_row_tokens=min(config.max_row_tokens, hf_adapter.max_positions(model)) - len(prefix_ids),
+        retold_tokens=config.reconstruction.max_tokens if config.reconstruction.weight else 0,
+    )
+    files = read_files(config, config.data)
+    objective = Objective(
+        config,
+        extractor,
+        prefix_ids=prefix_ids,
+        prefix=prefix,
+        retell_ids=preparer.question(config.reconstruction.prompt),
+    )
+    return TrainingSetup(
+        config=config,
+        model=model,
+        sidecar=extractor.sidecar,
+        files=files,
+        dev_files=read_files(config, config.dev),
+        preparer=preparer,
+        stream=RowStream(config, files, preparer),
+        objective=objective,
+        prefix_ids=prefix_ids,
+        prefix=prefix,
+        untrained_digest=digest,
+    )
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Of all tensors; those spread over workers are gathered one by one, on every worker."""
+    state, tensors = hashlib.sha256(), model.state_dict()
+    for name in sorted(tensors):
+        update_digest(state, name, _whole(tensors[name]))
+    return state.hexdigest()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _sidecar(config: TrainConfig, model: PreTrainedModel, eos_token_id: int | None) -> Sidecar:
+    weights = base_digest(model_directory(config.model))
+    settings = config.sidecar_config(trained=True)
+    if config.init_sidecar is None:
+        # Low-rank projections start from random numbers; every worker draws the same.
+        torch.manual_seed(config.seed)
+        return Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
+    loaded = Sidecar.load(config.init_sidecar)
+    if loaded.header.base_digest not in ("", weights):
+        raise SidecarError(
+            f"{config.init_sidecar} was trained for base weights {loaded.header.base_digest[:12]}, those of "
+            f"{config.model} are {weights[:12]}; give the model it was trained for"
+        )
+    if (loaded.config.rank, loaded.config.overlap_tokens) != (settings.rank, settings.overlap_tokens):
+        raise SidecarError(
+            f"{config.init_sidecar} has rank {loaded.config.rank} and overlap_tokens {loaded.config.overlap_tokens}, "
+            f"the run {settings.rank} and {settings.overlap_tokens}; give the same"
+        )
+    fresh = Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
+    fresh.load_state_dict(loaded.state_dict())
+    return fresh
