@@ -1,6 +1,5 @@
 """Samples to token ids. Answers keep their end token and are never cut; a row that is too long is refused."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
@@ -79,8 +78,8 @@ class Preparer:
             sample=sample,
             parts=parts,
             question_ids=self.question(sample.row.question),
-            answer_ids=[*self._plain(sample.row.answer), int(self._tokenizer.eos_token_id)],
-            retold_ids=self._plain(sample.documents[sample.retold].text)[: self._retold_tokens],
+            answer_ids=[*self._renderer.answer_ids(sample.row.answer), int(self._tokenizer.eos_token_id)],
+            retold_ids=self._renderer.answer_ids(sample.documents[sample.retold].text)[: self._retold_tokens],
         )
         if prepared.total_tokens > self._max_row_tokens:
             raise RowError(
@@ -91,10 +90,3 @@ class Preparer:
     def question(self, text: str) -> list[int]:
         """Question turn and assistant header."""
         return self._renderer.question_ids([{"role": "user", "content": text}])
-
-    def _plain(self, text: str) -> list[int]:
-        """Text in which nothing is a control token."""
-        ids: Sequence[int] = self._tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )["input_ids"]
-        return list(ids)
