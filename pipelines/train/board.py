@@ -24,9 +24,7 @@ class Board:
                 f"tensorboard is true, but the package is missing; run: {INSTALL}, or set tensorboard=false"
             ) from error
         with writing(folder.location):
-            self._writer = SummaryWriter(
-                f"{folder.storage.uri}/tensorboard", purge_step=after_step + 1
-            )
+            self._writer = SummaryWriter(f"{folder.storage.uri}/tensorboard", purge_step=after_step + 1)
 
     def add(self, record: StepRecord) -> None:
         """A finished step."""
@@ -49,9 +47,7 @@ class Board:
         """An evaluation."""
         for file, by_ratio in record.answer.items():
             for ratio, loss in by_ratio.items():
-                self._writer.add_scalar(
-                    f"dev/{file}_at_{ratio}", loss, record.step
-                )
+                self._writer.add_scalar(f"dev/{file}_at_{ratio}", loss, record.step)
 
     def flush(self) -> None:
         """Make what was added visible."""
