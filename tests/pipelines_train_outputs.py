@@ -129,7 +129,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_batch(
         return Losses(loss=made.loss * float("nan"), sums=made.sums) if len(calls) == 7 else made
 
     monkeypatch.setattr(Objective, "losses", broken)
-    with pytest.raises(NonFiniteLossError, match=r"loss is nan at step 4; its rows are in .*; lower lr"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"loss is nan and its gradient nan at step 4; its rows are in .*; lower lr"
+    ):
         train(config)
     (saved,) = (run_folder(config) / "non_finite").iterdir()
     rows = json.loads(saved.read_text())

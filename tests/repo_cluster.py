@@ -15,12 +15,19 @@ from ray.serve.schema import ServeDeploySchema
 
 from c2kv_core.config import load_config, parse_config
 from pipelines.extract_config import ExtractConfig
+from pipelines.train.config import TrainConfig
 from serve_app.config import DRAIN_MARGIN_S, ServeConfig
 
 ROOT = Path(__file__).parent.parent
 CLUSTER = ROOT / "cluster"
+RECIPES = sorted((ROOT / "examples").glob("train-*.yaml"))
 YAML_FILES = sorted(CLUSTER.glob("*.yaml"))
 KUBERAY_FILES = [f for f in YAML_FILES if "ray.io/v1" in f.read_text()]
+
+
+JOBS = {"rayjob-extract.yaml": "extract.yaml", "rayjob-train.yaml": "train.yaml"}
+"""KubeRay jobs and their run configs."""
+TRAINING = ["train.yaml", "train-llama-3.1-8b.yaml"]
 
 
 def documents(file: Path) -> list[dict[str, Any]]:
@@ -130,16 +137,19 @@ def test_import_path_names_a_builder(name: str) -> None:
     assert function in [node.name for node in defined if isinstance(node, ast.FunctionDef)]
 
 
-def test_job_entrypoint_names_a_module() -> None:
-    words = shlex.split(of_kind(CLUSTER / "rayjob-extract.yaml", "RayJob")["spec"]["entrypoint"])
+@pytest.mark.parametrize("job", JOBS)
+def test_job_entrypoint_names_a_module(job: str) -> None:
+    words = shlex.split(of_kind(CLUSTER / job, "RayJob")["spec"]["entrypoint"])
     assert words[:2] == ["python", "-m"]
-    assert "__main__" in module_source(words[2]).read_text(), (
-        f"{words[2]} does nothing when run with python -m"
-    )
+    source = module_source(words[2])
+    if source.name == "__init__.py":
+        source = source.with_name("__main__.py")
+    assert "__main__" in source.read_text(), f"{words[2]} does nothing when run with python -m"
 
 
-def test_job_config_is_mounted_where_the_entrypoint_reads_it() -> None:
-    file = CLUSTER / "rayjob-extract.yaml"
+@pytest.mark.parametrize("job", JOBS)
+def test_job_config_is_mounted_where_the_entrypoint_reads_it(job: str) -> None:
+    file = CLUSTER / job
     config_map = of_kind(file, "ConfigMap")
     head = cluster_spec(file)["headGroupSpec"]["template"]["spec"]
     (volume,) = [
@@ -152,13 +162,31 @@ def test_job_config_is_mounted_where_the_entrypoint_reads_it() -> None:
     assert f"--config {mount}/{key}" in of_kind(file, "RayJob")["spec"]["entrypoint"]
 
 
-def test_config_map_equals_the_run_config() -> None:
-    text = of_kind(CLUSTER / "rayjob-extract.yaml", "ConfigMap")["data"]["extract.yaml"]
-    assert yaml.safe_load(text) == documents(CLUSTER / "extract.yaml")[0]
+@pytest.mark.parametrize(("job", "config"), JOBS.items())
+def test_config_map_equals_the_run_config(job: str, config: str) -> None:
+    text = of_kind(CLUSTER / job, "ConfigMap")["data"][config]
+    assert yaml.safe_load(text) == documents(CLUSTER / config)[0]
 
 
 def test_run_config_is_valid() -> None:
     assert load_config(ExtractConfig, CLUSTER / "extract.yaml").namespace == "default"
+
+
+@pytest.mark.parametrize("file", [*(CLUSTER / name for name in TRAINING), *RECIPES], ids=by_name)
+def test_training_config_is_valid(file: Path) -> None:
+    assert load_config(TrainConfig, file).steps > 0
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_workers_fit_into_the_pods(name: str) -> None:
+    config = load_config(TrainConfig, CLUSTER / name)
+    (group,) = cluster_spec(CLUSTER / "rayjob-train.yaml")["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    assert config.num_workers * config.num_gpus_per_worker == group["replicas"] * int(
+        limits["nvidia.com/gpu"]
+    )
+    assert config.num_workers * config.num_cpus_per_worker < group["replicas"] * int(limits["cpu"])
 
 
 @pytest.mark.parametrize("name", ["serve-config.yaml", "rayservice.yaml"])

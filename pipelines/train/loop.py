@@ -173,8 +173,9 @@ class _Run:
         path = f"non_finite/step-{signal.step:08d}-rank-{self.world.rank}.json"
         self.folder.put_json(path, [_readable(row) for row in signal.rows])
         return NonFiniteLossError(
-            f"the loss is {signal.loss} at step {signal.step}; its rows are in {self.folder.location}/{path}; lower "
-            "lr, or look at these rows; the same command goes on from the last checkpoint"
+            f"the loss is {signal.loss} and its gradient {signal.norm} at step {signal.step}; its rows are in "
+            f"{self.folder.location}/{path}; lower lr, or look at these rows; the same command goes on from the last "
+            "checkpoint"
         )
 
     def follow(self, progress: OnProgress | None, record: StepRecord | None) -> None:

@@ -37,14 +37,16 @@ class SidecarOptimizer:
         ]
         self._adamw = AdamW(groups, lr=config.lr, betas=(0.9, 0.999))
 
-    def step(self, step: int) -> float:
-        """Update the weights; gives the gradient's norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(list(self._weights), self._config.clip_norm)
+    def clip(self) -> float:
+        """Clip the gradients; gives their norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(list(self._weights), self._config.clip_norm))
+
+    def step(self, step: int) -> None:
+        """Update the weights."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate(self._config, step)
         self._adamw.step()
         self._weights.publish()
-        return float(norm)
 
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's state, under ``<moment>/<weight>``."""

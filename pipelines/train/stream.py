@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from c2kv_core.errors import CorpusError
 from pipelines.train.config import TrainConfig
 from pipelines.train.mixture import Mixture
 from pipelines.train.prepare import Prepared, Preparer
@@ -41,7 +42,7 @@ class RowStream:
         """Rows of an optimizer step (from 1) for one of ``world`` workers.
 
         Raises:
-            RowError: no usable row was found for a place.
+            CorpusError: no usable row was found for a place.
         """
         first = (step - 1) * self._config.batch_rows
         places = range(first, first + self._config.batch_rows)
@@ -75,9 +76,9 @@ class RowStream:
                 dropped[fault.reason] += 1
                 last = fault
             sample = self._sample(step, place, attempt)
-        raise RowError(
-            last.reason,
-            f"{MAX_SUBSTITUTES} rows in turn cannot be used; raise max_row_tokens or lower documents_per_row",
+        raise CorpusError(
+            f"{MAX_SUBSTITUTES} rows in turn cannot be used, the last: {last}; raise max_row_tokens or lower "
+            "documents_per_row"
         )
 
 

@@ -46,11 +46,11 @@ class StepRecord:
 
 
 class NonFiniteLossSignal(Exception):
-    """The loss of a step is not a number; carries the rows of this worker."""
+    """The loss of a step, or its gradient, is not a number; carries the rows of this worker."""
 
-    def __init__(self, step: int, loss: float, rows: list[Prepared]) -> None:
-        super().__init__(f"loss {loss} at step {step}")
-        self.step, self.loss, self.rows = step, loss, rows
+    def __init__(self, step: int, loss: float, norm: float, rows: list[Prepared]) -> None:
+        super().__init__(f"loss {loss}, gradient norm {norm} at step {step}")
+        self.step, self.loss, self.norm, self.rows = step, loss, norm, rows
 
 
 class Trainer:
@@ -84,13 +84,14 @@ class Trainer:
             for name, value in losses.sums.items():
                 sums[name] += value
         total = sum_numbers(self.world, sums, self._names, self.setup.device)
-        if not math.isfinite(total["loss"]):
-            raise NonFiniteLossSignal(
-                step, total["loss"], [row for group in rows.micro_batches for row in group]
-            )
         self.weights.sum_gradients(self.world)
         self.weights.pull(self.config.pull_to_base)
-        norm = self.optimizer.step(step)
+        norm = self.optimizer.clip()
+        # Before the weights move: a finite loss can have a gradient that is not, and no checkpoint may hold its result.
+        if not (math.isfinite(total["loss"]) and math.isfinite(norm)):
+            trained = [row for group in rows.micro_batches for row in group]
+            raise NonFiniteLossSignal(step, total["loss"], norm, trained)
+        self.optimizer.step(step)
         return self._record(step, total, norm, time.perf_counter() - started)
 
     def _record(self, step: int, total: dict[str, float], norm: float, elapsed_s: float) -> StepRecord:

@@ -1,0 +1,177 @@
+"""A training step against the plain way of computing it: one row at a time, the stock model, one big batch."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from c2kv_core import compose, hf_adapter
+from c2kv_core.cache import AppendCache
+from c2kv_core.compose import token_states
+from pipelines.train.config import TrainConfig
+from pipelines.train.optimizer import learning_rate
+from pipelines.train.prepare import Prepared
+from pipelines.train.setup import TrainingSetup, set_up
+from pipelines.train.trainer import Trainer
+from pipelines.train.world import World
+from tests.oracle import assert_near
+from tests.pipelines_train_kit import tiny_model_dir, train_config
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def rows_of(setup: TrainingSetup, step: int = 1) -> list[Prepared]:
+    return [row for group in setup.stream.step(step).micro_batches for row in group]
+
+
+def plain_logits(setup: TrainingSetup, row: Prepared, view: int) -> Tensor:
+    """Logits (T, V) over question and answer of one row, each part extracted alone."""
+    slots = []
+    for parts, ratio in zip(row.parts, row.sample.ratios[view], strict=True):
+        for part in parts:
+            (states,) = setup.objective.extractor.states([part], (ratio,))
+            slots += states.documents()
+    context = compose(setup.model, setup.prefix, slots)
+    ids = torch.tensor([row.question_ids + row.answer_ids])
+    hidden = token_states(
+        setup.model,
+        ids,
+        AppendCache(context.cache),
+        start=context.next_position,
+        past=context.cache.num_entries,
+    )
+    return hf_adapter.logits(setup.model, hidden)[0]
+
+
+def teacher_logits(setup: TrainingSetup, row: Prepared) -> Tensor:
+    """The same from the stock model over everything in full."""
+    ids = [*setup.prefix_ids, *(i for d in row.parts for part in d for i in part)]
+    whole = torch.tensor([ids + row.question_ids + row.answer_ids])
+    with torch.no_grad():
+        return setup.model(whole).logits[0, len(ids) :]
+
+
+def plain_loss(setup: TrainingSetup, rows: list[Prepared], config: TrainConfig) -> Tensor:
+    total = torch.zeros(())
+    temperature = config.distillation.temperature
+    for row in rows:
+        for view in range(config.views_per_row):
+            logits = plain_logits(setup, row, view)
+            start = len(row.question_ids) - 1
+            answer = F.cross_entropy(logits[start:-1], torch.tensor(row.answer_ids))
+            first = 0 if config.distillation.positions == "question_and_answer" else start
+            student = (logits[first:-1] / temperature).log_softmax(-1)
+            teacher = (teacher_logits(setup, row)[first:-1] / temperature).softmax(-1)
+            kl = F.kl_div(student, teacher, reduction="none").sum(-1).mean() * temperature**2
+            total = total + (answer + config.distillation.weight * kl) / config.views_per_row
+    return total / config.batch_rows
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("positions", ["answer", "question_and_answer"])
+def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
+    tmp_path: Path, model_dir: Path, positions: str, recompute: bool
+) -> None:
+    config = train_config(
+        tmp_path,
+        model_dir,
+        micro_batch_rows=4,
+        views_per_row=2,
+        distillation={"weight": 0.7, "temperature": 2.0, "positions": positions},
+        gradient_checkpointing=recompute,
+    )
+    setup = set_up(config)
+    rows = rows_of(setup)
+    expected = plain_loss(setup, rows, config)
+    expected.backward()
+    gradients = {n: p.grad.clone() for n, p in setup.sidecar.named_parameters() if p.grad is not None}
+    setup.sidecar.zero_grad()
+    got = setup.objective.losses(rows)
+    got.loss.backward()
+    assert_near(got.loss, expected)
+    # The last layer's slots attend to nothing, so its query projection has no gradient.
+    last = f"layers.{len(setup.sidecar.layers) - 1}.q_proj.weight"
+    assert set(gradients) == set(dict(setup.sidecar.named_parameters())) - {last}
+    for name, parameter in setup.sidecar.named_parameters():
+        if name in gradients:
+            assert parameter.grad is not None
+            assert_near(parameter.grad, gradients[name], 2e-4)
+    assert all(p.grad is None for p in setup.model.parameters())
+
+
+def gradients_of(config: TrainConfig) -> tuple[dict[str, Tensor], float]:
+    trainer = Trainer(set_up(config), World())
+    record = trainer.step(1)
+    return {n: p.grad.clone() for n, p in trainer.weights.named.items() if p.grad is not None}, record.loss
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_accumulated_gradients_equal_the_big_batch(tmp_path: Path, model_dir: Path, rows: int) -> None:
+    # without clipping, which would hide a wrong factor
+    settings: dict[str, Any] = {"batch_rows": 6, "clip_norm": 1e9, "reconstruction": {"weight": 0.3}}
+    big, big_loss = gradients_of(train_config(tmp_path, model_dir, micro_batch_rows=6, **settings))
+    small, small_loss = gradients_of(train_config(tmp_path, model_dir, micro_batch_rows=rows, **settings))
+    assert small_loss == pytest.approx(big_loss, rel=1e-5)
+    for name in big:
+        assert_near(small[name], big[name], 2e-4)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_only_the_sidecar_moves(tmp_path: Path, model_dir: Path, rank: int | None) -> None:
+    setup = set_up(train_config(tmp_path, model_dir, rank=rank))
+    before = {n: p.detach().clone() for n, p in setup.sidecar.named_parameters()}
+    trainer = Trainer(setup, World())
+    for step in (1, 2):
+        trainer.step(step)
+    assert setup.base_tensors_digest() == setup.untrained_digest
+    still = {n for n, p in setup.sidecar.named_parameters() if torch.equal(p, before[n])}
+    assert all(".q_proj." in name and name.startswith("layers.3.") for name in still)
+    with torch.no_grad():
+        next(setup.model.parameters()).add_(1e-3)
+    assert setup.base_tensors_digest() != setup.untrained_digest
+
+
+def test_small_updates_are_not_lost_in_bfloat16(tmp_path: Path, model_dir: Path) -> None:
+    setup = set_up(train_config(tmp_path, model_dir, dtype="bfloat16", lr=1e-5, warmup_share=0.0))
+    trainer = Trainer(setup, World())
+    start = {n: p.detach().clone() for n, p in trainer.weights.named.items()}
+    for step in range(1, 4):
+        trainer.step(step)
+    for name, weight in trainer.weights.named.items():
+        assert weight.dtype == torch.float32
+        working = dict(setup.sidecar.named_parameters())[name]
+        assert torch.equal(working, weight.to(torch.bfloat16))
+        if "layers.3.q_proj" not in name:
+            assert not torch.equal(weight, start[name])
+
+
+def test_pull_towards_the_start_is_a_gradient(tmp_path: Path, model_dir: Path) -> None:
+    trainer = Trainer(set_up(train_config(tmp_path, model_dir)), World())
+    weights = list(trainer.weights)
+    with torch.no_grad():
+        for weight in weights:
+            weight += 0.1
+    trainer.weights.clear_gradients()
+    trainer.weights.pull(3.0)
+    count = sum(w.numel() for w in weights)
+    for weight in weights:
+        assert weight.grad is not None
+        assert_near(weight.grad, torch.full_like(weight, 2 * 3.0 * 0.1 / count), 1e-4)
+
+
+def test_learning_rate_follows_the_recipe(tmp_path: Path, model_dir: Path) -> None:
+    config = train_config(tmp_path, model_dir, steps=100, lr=1.0, warmup_share=0.06)
+    rates = [learning_rate(config, step) for step in range(1, 101)]
+    assert rates[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
+    assert rates[52] == pytest.approx(0.5, abs=0.01)
+    assert rates[-1] == pytest.approx(0.0, abs=1e-9)
+    assert all(a >= b for a, b in pairwise(rates[5:]))
+    held = config.model_copy(update={"schedule": "constant"})
+    assert learning_rate(held, 100) == 1.0
