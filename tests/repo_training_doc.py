@@ -1,0 +1,85 @@
+"""The numbers in docs/training.md follow from the models' shapes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from c2kv_core import Sidecar, hf_adapter
+from c2kv_core.config import load_config
+from pipelines.train.config import TrainConfig
+from pipelines.train.flops import StepTokens, layer_weights, step_flops
+
+ROOT = Path(__file__).parent.parent
+GPUS_FLOPS = 8 * 0.35 * 989e12
+ASKED = 60
+
+
+def qwen3_4b() -> PreTrainedModel:
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def llama_31_8b() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    return LlamaForCausalLM(config)
+
+
+def table(column: int) -> dict[str, str]:
+    lines = (ROOT / "docs/training.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    return {row[0].split(",")[0].split(":")[0]: row[column] for row in rows if len(row) == 3}
+
+
+@pytest.mark.parametrize(
+    ("build", "column", "file"),
+    [(qwen3_4b, 1, "train.yaml"), (llama_31_8b, 2, "train-llama-3.1-8b.yaml")],
+    ids=["qwen3-4b", "llama-3.1-8b"],
+)
+def test_the_planning_table_follows_from_shapes(build: object, column: int, file: str) -> None:
+    with torch.device("meta"):
+        model: PreTrainedModel = build()  # type: ignore[operator]
+    config = load_config(TrainConfig, ROOT / "cluster" / file)
+    told = table(column)
+    weights = layer_weights(model)
+    with torch.device("meta"):
+        sidecar = Sidecar.from_base(model, config.sidecar_config(trained=True), eos_token_id=0)
+    trained = sum(p.numel() for p in sidecar.parameters())
+    shape = hf_adapter.geometry(model.config)
+    kv_bytes = 10 * 1024 * 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
+    between = 2560 * 2 * shape.layers * model.config.hidden_size
+    base = 2 * sum(p.numel() for p in model.parameters())
+    assert told["weights of the decoder layers"] == f"{weights / 1e9:.2f} B"
+    assert told["sidecar"].endswith(("M", "GB"))
+    text = (ROOT / "docs/training.md").read_text()
+    for number in (f"{trained / 1e6:.0f} M", f"{base / 1e9:.1f} GB", f"{20 * trained / 1e9:.1f} GB"):
+        assert number in text
+    assert told["keys and values of ten documents of 1"] == f"{kv_bytes / 1e9:.1f} GB"
+    assert told["slot states between layers at ratio 4"] == f"{between / 1e9:.1f} GB"
+    total = base + 20 * trained + kv_bytes + between + 4e9
+    assert abs(total / 1e9 - float(told["GPU memory"].split()[0])) < 2
+    rows = config.steps * config.batch_rows
+    source = 6 * 1024
+    slots = source * sum(1 / k for k in config.ratios) / len(config.ratios)
+    tokens = StepTokens(source=source, slots=int(1.5 * slots), asked=int(1.5 * ASKED), taught=0)
+    flops = rows * step_flops(tokens, weights=weights)
+    assert told["operations at that length"] == f"{flops:.1e}".replace("e+", "e")
+    assert told["time on 8 H100 at 35 % of 989 TFLOP/s"] == f"{flops / GPUS_FLOPS / 60:.0f} min"
+    assert told["source tokens"] == f"{rows * source / 1e6:.0f} M"
