@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 
 from c2kv_cli.demo_questions import Answer, DemoQuestion, ask_full, ask_slots, read_questions
-from c2kv_cli.extract import Follow, progress_bar
+from c2kv_cli.extract import Follow
 from c2kv_cli.options import AsJson, print_json
+from c2kv_cli.progress import progress_bar
 from c2kv_core.errors import InputError
 from pipelines.extract import extract
 from pipelines.extract_config import ExtractConfig
@@ -61,7 +62,7 @@ def demo(
         out.print(
             f"1. Extracting the documents of {os.path.relpath(corpus)} at {ratio} source tokens per slot ..."
         )
-        with progress_bar() as bar:
+        with progress_bar("   extracting") as bar:
             report = extract(
                 ExtractConfig(corpus=str(corpus), ratios=(ratio,), **settings), progress=Follow(bar)
             )

@@ -1,8 +1,6 @@
 """Questions of the demo: asking them from slots and with full prefill, and judging the answers."""
 
 import json
-import re
-import string
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from c2kv_core import SourceDocument
 from c2kv_core.errors import InputError
-from c2kv_core.text import document_content
+from c2kv_core.text import SYSTEM, document_content
+from pipelines.eval.metrics import words
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-SYSTEM = "Answer the question using only the documents above. Reply with the short answer only."
 MAX_NEW_TOKENS = 32
 
 
@@ -43,8 +41,8 @@ class Reply:
 
     def correct(self, question: DemoQuestion) -> bool:
         """Whether a normalised accepted answer is contained in the normalised reply."""
-        said = normalised(self.text)
-        return any(normalised(answer) in said for answer in question.answers)
+        said = " ".join(words(self.text))
+        return any(" ".join(words(answer)) in said for answer in question.answers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +85,6 @@ def read_questions(file: Path) -> list[DemoQuestion]:
         DemoQuestion(text=row["question"], answers=tuple(row["answers"]), documents=tuple(row["documents"]))
         for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())
     ]
-
-
-def normalised(text: str) -> str:
-    """Lower case, no punctuation or articles, single blanks: as the SQuAD evaluation compares answers."""
-    bare = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def ask_slots(client: "OpenAI", model: str, question: DemoQuestion) -> Reply:

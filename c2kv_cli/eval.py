@@ -4,11 +4,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
+from c2kv_cli.progress import progress_bar
 from pipelines.eval.config import EvalConfig
 from pipelines.eval.evaluate import Progress, evaluate
 from pipelines.eval.methods import METHODS
@@ -43,8 +42,8 @@ def eval_command(
         sidecar=sidecar,
         predictions=predictions,
     )
-    with _progress_bar() as bar:
-        task = bar.add_task("eval", total=None)
+    with progress_bar("evaluating") as bar:
+        task = bar.add_task("eval", total=None, detail="")
 
         def follow(progress: Progress) -> None:
             bar.update(task, completed=progress.done, total=progress.total)
@@ -54,18 +53,6 @@ def eval_command(
         print_json(report.to_dict())
     else:
         _print_table(report)
-
-
-def _progress_bar() -> Bar:
-    return Bar(
-        TextColumn("evaluating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
 
 
 def _print_table(report: EvalReport) -> None:

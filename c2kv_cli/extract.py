@@ -4,16 +4,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
+from c2kv_cli.progress import progress_bar
 from c2kv_core.errors import C2KVError
 from pipelines.extract import Progress as RunProgress
 from pipelines.extract import extract as run_extract
@@ -50,7 +44,7 @@ def extract(
         namespace=namespace,
         limit=limit,
     )
-    with progress_bar() as bar:
+    with progress_bar("extracting") as bar:
         report = run_extract(resolved, progress=Follow(bar))
     if as_json:
         print_json(report.to_dict())
@@ -63,32 +57,16 @@ def extract(
         )
 
 
-def progress_bar() -> Progress:
-    """A bar on stderr; none where that is not a terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("extracting"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
 class Follow:
     """Moves the bar with the counts of the job."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task = bar.add_task("extract", total=None, rate="starting")
+        self._task = bar.add_task("extract", total=None, detail="starting")
 
     def __call__(self, progress: RunProgress) -> None:
-        rate = f"{progress.source_tokens / progress.elapsed_s:,.0f} tokens/s"
-        self._bar.update(self._task, completed=progress.done, total=progress.pending, rate=rate)
+        detail = f"{progress.source_tokens / progress.elapsed_s:,.0f} tokens/s"
+        self._bar.update(self._task, completed=progress.done, total=progress.pending, detail=detail)
 
 
 def _print_summary(report: ExtractReport) -> None:

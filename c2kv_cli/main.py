@@ -12,8 +12,7 @@ from c2kv_cli.serve import serve
 from c2kv_cli.store import app as store_app
 from c2kv_cli.train import train
 from c2kv_core.errors import C2KVError, InputError
-
-INTERRUPTED = 130
+from pipelines.job import INTERRUPTED
 
 app = typer.Typer(
     name="c2kv",

@@ -3,16 +3,10 @@
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
+from c2kv_cli.progress import progress_bar
 from pipelines.train.config import TrainConfig
 from pipelines.train.loop import Progress as RunProgress
 from pipelines.train.run import train as run_train
@@ -21,7 +15,7 @@ from pipelines.train.run import train as run_train
 def train(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Train a sidecar for a frozen model, or go on where the run of this name stopped."""
     resolved = resolve(TrainConfig, config, overrides)
-    with _progress_bar() as bar:
+    with progress_bar("training") as bar:
         report = run_train(resolved, progress=_Follow(bar))
     if as_json:
         print_json(report)
@@ -29,25 +23,12 @@ def train(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJso
         _print_summary(report)
 
 
-def _progress_bar() -> Progress:
-    return Progress(
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-
-
 class _Follow:
     """Moves the bar with the steps of the run."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task = bar.add_task("train", total=None, numbers="starting")
+        self._task = bar.add_task("train", total=None, detail="starting")
 
     def __call__(self, progress: RunProgress) -> None:
         numbers = "starting"
@@ -58,7 +39,7 @@ class _Follow:
                 numbers += f"  MFU {record.mfu:.0%}"
         if progress.best_score is not None:
             numbers += f"  best held-out {progress.best_score:.3f}"
-        self._bar.update(self._task, completed=progress.step, total=progress.steps, numbers=numbers)
+        self._bar.update(self._task, completed=progress.step, total=progress.steps, detail=numbers)
 
 
 def _print_summary(report: dict[str, Any]) -> None:

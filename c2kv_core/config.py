@@ -39,25 +39,28 @@ def load_config(kind: type[C], path: str | Path | None = None, overrides: Sequen
         data = _read_mapping(Path(path))
     for override in overrides:
         _apply(data, override)
-    given = [override.partition("=")[0] for override in overrides]
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        place = ".".join(str(key) for key in error.errors()[0]["loc"])
-        from_override = any(place == key or place.startswith(f"{key}.") for key in given)
-        source = "command line" if from_override or path is None else str(path)
-        raise ConfigError(f"{source}: {_first_fault(kind, error)}") from error
+    overridden = [override.partition("=")[0] for override in overrides]
+    return parse_config(kind, data, source=str(path) if path else "command line", overridden=overridden)
 
 
-def parse_config(kind: type[C], data: dict[str, Any], *, source: str) -> C:
+def parse_config(kind: type[C], data: dict[str, Any], *, source: str, overridden: Sequence[str] = ()) -> C:
     """A configuration from a mapping.
 
+    Args:
+        kind: the configuration's class.
+        data: keys and values.
+        source: where they come from, for messages.
+        overridden: dotted keys that came from the command line instead.
+
     Raises:
-        ConfigError: unknown key, wrong type or value; the message names ``source``.
+        ConfigError: unknown key, wrong type or value; the message names where it came from.
     """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
+        place = ".".join(str(key) for key in error.errors()[0]["loc"])
+        if any(place == key or place.startswith(f"{key}.") for key in overridden):
+            source = "command line"
         raise ConfigError(f"{source}: {_first_fault(kind, error)}") from error
 
 

@@ -71,6 +71,16 @@ class CompressorSpec:
                 sidecar.config.require_ratio(ratio)
         return sidecar
 
+    def is_trained(self) -> bool:
+        """Whether the sidecar is more than the copy of the base it started as.
+
+        Raises:
+            SidecarError: unreadable.
+            RatioError: a ratio it was not trained for, not forced.
+        """
+        sidecar = self.load_sidecar()
+        return sidecar is not None and sidecar.config.trained
+
     def untrained_config(self) -> SidecarConfig:
         """Settings of the untrained sidecar."""
         return SidecarConfig(ratios=self.ratios)

@@ -60,7 +60,6 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
     spec = config.spec()
     check_namespace(config.namespace)
     identities = spec.identities()
-    trained = spec.sidecar_directory() is not None
     stored = {k: _stored_hashes(config, identity) for k, identity in identities.items()}
     plan = plan_extraction(config.corpus, stored, limit=config.limit)
     report = ExtractReport(
@@ -68,7 +67,7 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
         store=config.store,
         namespace=config.namespace,
         fingerprints={k: identity.fingerprint for k, identity in identities.items()},
-        sidecar="trained" if trained else "untrained",
+        sidecar="trained" if spec.is_trained() else "untrained",
         documents=plan.documents,
         unchanged=plan.unchanged,
         skipped=[Skipped(doc_id=doc_id, reason="the document has no text") for doc_id in plan.empty],

@@ -45,10 +45,9 @@ def probe(config: ServeConfig) -> Probe:
     spec = config.compressor_spec()
     identity = spec.identities()[config.ratio]
     store = open_store(config, identity)
-    sidecar = spec.load_sidecar()
     return Probe(
         identity=identity,
-        trained=sidecar is not None and sidecar.config.trained,
+        trained=spec.is_trained(),
         documents=len(store.content_hashes(namespace=config.namespace)),
     )
 

@@ -6,6 +6,9 @@ every part; the tokens of the turn around it count as the document's own (they a
 
 import hashlib
 
+SYSTEM = "Answer the question using only the documents above. Reply with the short answer only."
+"""System message that training, evaluation and demo share: quality is only comparable under the same one."""
+
 
 def document_content(title: str, text: str) -> str:
     """What stands in the user turn of a document or part."""

@@ -6,8 +6,7 @@ from pydantic import Field, model_validator
 
 from c2kv_core import CompressorSpec
 from c2kv_core.config import Config
-
-SYSTEM = "Answer the question using only the documents above. Reply with the short answer only."
+from c2kv_core.text import SYSTEM
 
 
 class EvalConfig(Config):

@@ -7,11 +7,10 @@ from pydantic import Field, model_validator
 
 from c2kv_core import SidecarConfig
 from c2kv_core.config import Config
+from c2kv_core.text import SYSTEM
 
 Layout = Literal["auto", "c2kv", "hotpotqa", "2wikimultihopqa", "musique", "longbench"]
 """How a data file's rows are laid out; ``auto`` tells by the keys of each row."""
-
-SYSTEM = "Answer the question using only the documents above. Reply with the short answer only."
 
 
 class DataFile(Config):
