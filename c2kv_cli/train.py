@@ -57,7 +57,8 @@ def _print_summary(report: dict[str, Any]) -> None:
         left_out["replaced while drawing"] = report["dropped"]
     if left_out:
         rows["left out"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in left_out.items())
-    rows["sidecar"] = report["sidecar"]
+    made = "sidecar" if "sidecar" in report else "control"
+    rows[made] = report[made]
     rows["curves"] = f"{report['folder']}/curves.png, metrics.jsonl, dev.jsonl, tensorboard/"
     for name, value in rows.items():
         out.print(f"{name:>14}  {value}")

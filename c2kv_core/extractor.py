@@ -22,6 +22,7 @@ from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import ContextLengthError, InputError
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.slot_attention import slot_attention
+from c2kv_core.slot_residual import SlotResidual
 from c2kv_core.slots import slot_count, slot_positions
 
 
@@ -127,7 +128,7 @@ class Extractor:
         for row, ids in enumerate(documents):
             ids_BN[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
         streams = [
-            _SlotStream(self.model, self.sidecar, lengths, ratio, recompute=self.recompute)
+            _SlotStream(self.model, self.sidecar, ids_BN, lengths, ratio, recompute=self.recompute)
             for ratio in ratios
         ]
         layers = hf_adapter.decoder_layers(self.model)
@@ -188,21 +189,24 @@ class _SlotStream:
         self,
         model: PreTrainedModel,
         sidecar: Sidecar,
+        ids_BN: Tensor,
         lengths: tuple[int, ...],
         ratio: int,
         *,
         recompute: bool,
     ) -> None:
         self.sidecar, self.lengths, self.ratio = sidecar, lengths, ratio
+        self.residual = SlotResidual(model, sidecar.config, ids_BN, lengths, ratio)
         self.recompute = recompute and torch.is_grad_enabled()
         device = model.device
         slots = slot_count(max(lengths), ratio)
         positions = torch.zeros(len(lengths), slots, dtype=torch.int64)
         for row, length in enumerate(lengths):
             positions[row, : slot_count(length, ratio)] = slot_positions(length, ratio)
-        self.angles = hf_adapter.rotation(model, positions.to(device))
+        positions = positions.to(device)
+        self.angles = hf_adapter.rotation(model, positions)
         self.lengths_B = torch.tensor(lengths, device=device)
-        self.hidden = sidecar.slot_embedding.expand(len(lengths), slots, -1)
+        self.hidden = self.residual.start(sidecar.slot_embedding.expand(len(lengths), slots, -1), positions)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -230,6 +234,8 @@ class _SlotStream:
     ) -> list[Tensor]:
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
+        if index == 0:
+            normed = self.residual.projected(normed, layer)
         return [
             hf_adapter.project_heads(attention, name, self.sidecar.project(index, name, normed, attention))
             for name in names

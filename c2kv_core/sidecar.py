@@ -87,7 +87,7 @@ class Sidecar(nn.Module):
         eos_token_id: int | None = None,
         base_digest: str = "",
     ) -> "Sidecar":
-        """An untrained sidecar: projections copy the base's, the slot vector is the embedding of EOS.
+        """An untrained sidecar: projections copy the base's, the slot vector is EOS's embedding (0 with embed_last).
 
         Args:
             model: the frozen base, of a supported architecture.
@@ -107,7 +107,11 @@ class Sidecar(nn.Module):
         layers = [
             _projections_like(layer.self_attn, config.rank) for layer in hf_adapter.decoder_layers(model)
         ]
-        return cls(header, table[eos_token_id].detach().clone(), layers).to(table.device)
+        start = table[eos_token_id].detach().clone()
+        if config.residual == "embed_last":
+            # The slot then starts as its block's last token, not as a sum of two tokens.
+            start.zero_()
+        return cls(header, start, layers).to(table.device)
 
     def project(self, layer: int, name: str, x: Tensor, attention: hf_adapter.StockLayer) -> Tensor:
         """Slot projection ``q``, ``k`` or ``v`` of a layer: (..., D) to (..., heads*H)."""

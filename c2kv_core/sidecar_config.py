@@ -9,6 +9,9 @@ from c2kv_core.errors import RatioError, SidecarError
 from c2kv_core.slots import check_ratio
 
 SIDECAR_FORMAT_VERSION = 1
+RESIDUALS = ("none", "embed_mean", "embed_last")
+"""``embed_mean`` adds the mean normed embedding of a slot's block to its q/k/v input in layer 0; ``embed_last`` adds
+the embedding of the block's last token to the slot vector, so that an untrained slot stands for that token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class SidecarConfig:
     overlap_tokens: int = 0
     """Tokens before its block that a slot also sees; 0 is the paper."""
     residual: str = "none"
-    """Addition to the slots' first input; only ``none``, the paper's."""
+    """Addition to the slots' first input, one of ``RESIDUALS``; ``none`` is the paper."""
     rank: int | None = None
     """Rank of the projections' deltas on the base's; None stores full projections."""
     trained: bool = False
@@ -32,8 +35,8 @@ class SidecarConfig:
         if not self.ratios:
             raise RatioError("expected at least one ratio in the sidecar's config, got none")
         object.__setattr__(self, "ratios", tuple(sorted({check_ratio(k) for k in self.ratios})))
-        if self.residual != "none":
-            raise SidecarError(f"expected residual 'none', got {self.residual!r}: this release has no other")
+        if self.residual not in RESIDUALS:
+            raise SidecarError(f"expected residual {' or '.join(RESIDUALS)}, got {self.residual!r}")
         for name, least in (("max_part_tokens", 1), ("overlap_tokens", 0)):
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise SidecarError(f"expected {name} of {least} or more, got {getattr(self, name)!r}")

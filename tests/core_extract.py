@@ -20,7 +20,7 @@ from c2kv_core.errors import (
 )
 from c2kv_core.extractor import Extractor, _token_kv
 from c2kv_core.sidecar import Sidecar
-from c2kv_core.sidecar_config import SidecarConfig
+from c2kv_core.sidecar_config import RESIDUALS, SidecarConfig
 from tests import oracle
 from tests.oracle import assert_near
 from tests.tiny_models import (
@@ -38,12 +38,13 @@ from tests.tiny_models import (
 RATIOS = tuple(range(1, 10))
 
 
-@lru_cache(maxsize=128)
-def extractor(architecture: str = "llama", rope: str = "default", overlap_tokens: int = 0) -> Extractor:
+@lru_cache(maxsize=256)
+def extractor(
+    architecture: str = "llama", rope: str = "default", overlap_tokens: int = 0, residual: str = "none"
+) -> Extractor:
     model = tiny_model(architecture, rope)
-    return Extractor(
-        model, random_sidecar(model, SidecarConfig(ratios=RATIOS, overlap_tokens=overlap_tokens))
-    )
+    config = SidecarConfig(ratios=RATIOS, overlap_tokens=overlap_tokens, residual=residual)
+    return Extractor(model, random_sidecar(model, config))
 
 
 def expected(made_by: Extractor, ids: Sequence[int], ratio: int) -> oracle.OracleDocument:
@@ -70,11 +71,12 @@ def assert_same(got: CompressedDocument, wanted: oracle.OracleDocument) -> None:
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     ratio=st.integers(1, 9),
     overlap_tokens=st.integers(0, 5),
+    residual=st.sampled_from(RESIDUALS),
 )
 def test_extraction_equals_the_oracle(
-    architecture: str, rope: str, lengths: list[int], ratio: int, overlap_tokens: int
+    architecture: str, rope: str, lengths: list[int], ratio: int, overlap_tokens: int, residual: str
 ) -> None:
-    tool = extractor(architecture, rope, overlap_tokens)
+    tool = extractor(architecture, rope, overlap_tokens, residual)
     ids = documents(lengths)
     for got, source in zip(tool.extract(ids, ratio), ids, strict=True):
         assert got.ratio == ratio
@@ -101,6 +103,15 @@ def test_edges_of_length_and_ratio(length: int, ratio: int) -> None:
     assert got.num_slots == -(-length // ratio)
     assert int(got.slot_positions[-1]) == length - 1
     assert_same(got, expected(tool, ids, ratio))
+
+
+def test_untrained_slots_of_embed_last_are_tokens() -> None:
+    model = tiny_model("llama")
+    sidecar = Sidecar.from_base(model, SidecarConfig(ratios=(1,), residual="embed_last"), eos_token_id=0)
+    ids = token_ids(1)
+    got = Extractor(model, sidecar).extract([ids], 1)[0]
+    token = expected(Extractor(model, sidecar), ids, 1)
+    assert_near(got.values, token.token_values)
 
 
 def test_low_rank_sidecar_equals_the_oracle() -> None:

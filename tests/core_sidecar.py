@@ -118,7 +118,7 @@ def test_an_unknown_key_is_named(tmp_path: Path, group: str) -> None:
         {"config": {"ratios": []}},
         {"config": {"ratios": [0]}},
         {"config": {"ratios": ["4"]}},
-        {"config": {"residual": "embed_mean"}},
+        {"config": {"residual": "embed_all"}},
         {"config": {"max_part_tokens": 0}},
         {"config": {"max_part_tokens": "many"}},
         {"config": {"overlap_tokens": -1}},

@@ -59,14 +59,21 @@ def extract(
         earlier = {tokens + other for other in range(j + 1)}
         seen.append(sorted(sink | own | earlier))
     token_inputs = model.get_input_embeddings()(torch.tensor(ids))
-    hidden = [*token_inputs.unbind(0), *[sidecar.slot_embedding] * slots]
+    residual = sidecar.config.residual
+    blocks = [range(j * ratio, min((j + 1) * ratio, tokens)) for j in range(slots)]
+    last = [token_inputs[block[-1]] if residual == "embed_last" else 0.0 for block in blocks]
+    hidden = [*token_inputs.unbind(0), *[sidecar.slot_embedding + x for x in last]]
     keys, values, rotated, states = [], [], [], [torch.stack(hidden[:tokens])]
     for index, layer in enumerate(model.model.layers):
         q, k, v = [], [], []
         for place, x in enumerate(hidden):
             side = sidecar.layers[index] if place >= tokens else None
+            normed = layer.input_layernorm(x)
+            if residual == "embed_mean" and side is not None and index == 0:
+                block = [layer.input_layernorm(token_inputs[i]) for i in blocks[place - tokens]]
+                normed = normed + sum(block) / len(block)
             for name, made in (("q", q), ("k", k), ("v", v)):
-                made.append(_project(layer, name, layer.input_layernorm(x), side))
+                made.append(_project(layer, name, normed, side))
         k_rotated = [rotate(model, x, position) for x, position in zip(k, positions, strict=True)]
         q_rotated = [rotate(model, x, position) for x, position in zip(q, positions, strict=True)]
         hidden = [

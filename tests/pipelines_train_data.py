@@ -13,7 +13,7 @@ import pytest
 from c2kv_core.errors import CorpusError
 from c2kv_core.text import ChatRenderer
 from pipelines.train.adapters import to_row
-from pipelines.train.config import DataFile, TrainConfig
+from pipelines.train.config import DataFile, Reconstruction, TrainConfig
 from pipelines.train.mixture import Mixture
 from pipelines.train.prepare import TOO_LONG, Prepared, Preparer
 from pipelines.train.reading import RowFile, read_files
@@ -161,7 +161,7 @@ def stream_of(tmp_path: Path, **changes: Any) -> RowStream:
         ChatRenderer(tokenizer),
         max_part_tokens=config.max_part_tokens,
         max_row_tokens=config.max_row_tokens,
-        retold_tokens=0,
+        reconstruction=config.reconstruction,
     )
     return RowStream(config, read_files(config, config.data), preparer)
 
@@ -183,9 +183,7 @@ def test_workers_share_a_step_without_changing_it(tmp_path: Path, world: int) ->
 
 def test_every_document_draws_its_own_ratio(tmp_path: Path) -> None:
     stages = [{"from_step": 3, "ratios": [8]}]
-    stream = stream_of(
-        tmp_path, batch_rows=64, views_per_row=2, documents_per_row=(3, 3), ratio_stages=stages
-    )
+    stream = stream_of(tmp_path, batch_rows=64, views_per_row=2, documents_per_row=(3, 3), stages=stages)
     drawn = samples(stream, 1)
     assert all(len(view) == 3 for s in drawn for view in s.ratios)
     counts = Counter(k for s in drawn for view in s.ratios for k in view)
@@ -196,14 +194,26 @@ def test_every_document_draws_its_own_ratio(tmp_path: Path) -> None:
     assert {k for s in samples(stream, 3) for view in s.ratios for k in view} == {8}
 
 
+def test_stages_change_only_what_they_name(tmp_path: Path) -> None:
+    stages = [
+        {"from_step": 2, "documents_per_row": [2, 2]},
+        {"from_step": 3, "ratios": [8]},
+        {"from_step": 4, "documents_per_row": [3, 3]},
+    ]
+    stream = stream_of(tmp_path, batch_rows=8, documents_per_row=(1, 1), ratios=(4,), stages=stages)
+    drawn = {step: samples(stream, step) for step in range(1, 5)}
+    assert [{len(s.documents) for s in drawn[step]} for step in drawn] == [{1}, {2}, {2}, {3}]
+    assert [{k for s in drawn[step] for v in s.ratios for k in v} for step in drawn] == [{4}, {4}, {8}, {8}]
+
+
 def test_supporting_documents_are_there_among_distractors_of_the_file(tmp_path: Path) -> None:
     (file,) = files_of(tmp_path, 8)
-    sampler = DocumentSampler([file], fewest=2, most=4)
+    sampler = DocumentSampler([file])
     places, sizes = Counter[int](), Counter[int]()
     known = {d.doc_id for row in file.rows for d in row.documents}
     for seed in range(200):
         row = file.rows[seed % 8]
-        sample = sampler.sample(0, row, (4,), random=np.random.default_rng(seed))
+        sample = sampler.sample(0, row, (4,), counts=(2, 4), random=np.random.default_rng(seed))
         ids = [d.doc_id for d in sample.documents]
         assert len(set(ids)) == len(ids) and set(ids) <= known
         (supporting,) = row.supporting
@@ -217,8 +227,8 @@ def prepared(tmp_path: Path, row: dict[str, Any], *, max_row_tokens: int = 4096)
     config = train_config(tmp_path, Path("unused"))
     file = write_jsonl(tmp_path / "row.jsonl", [row])
     (read,) = read_files(config, (DataFile(path=str(file)),))
-    sample = DocumentSampler([read], fewest=1, most=1).sample(
-        0, read.rows[0], (4,), random=np.random.default_rng(0)
+    sample = DocumentSampler([read], passages=2).sample(
+        0, read.rows[0], (4,), counts=(1, 1), random=np.random.default_rng(0)
     )
     tokenizer = tiny_tokenizer()
     preparer = Preparer(
@@ -226,7 +236,7 @@ def prepared(tmp_path: Path, row: dict[str, Any], *, max_row_tokens: int = 4096)
         ChatRenderer(tokenizer),
         max_part_tokens=64,
         max_row_tokens=max_row_tokens,
-        retold_tokens=5,
+        reconstruction=Reconstruction(weight=1.0, cue_words=3, max_tokens=5),
     )
     return preparer.prepare(sample)
 
@@ -238,11 +248,57 @@ def test_long_documents_are_split_and_answers_keep_their_end(tmp_path: Path) -> 
     (parts,) = made.parts
     assert len(parts) > 1 and all(len(part) <= 64 for part in parts)
     end = tiny_tokenizer().eos_token_id
-    assert made.answer_ids.index(end) == len(made.answer_ids) - 1, "the only end token is the last"
-    assert tiny_tokenizer().decode(made.answer_ids[:-1]).strip() == row["answers"][0].strip()
-    assert len(made.retold_ids) == 5
+    answer_ids = made.asked[0].answer_ids
+    assert answer_ids.index(end) == len(answer_ids) - 1, "the only end token is the last"
+    assert tiny_tokenizer().decode(answer_ids[:-1]).strip() == row["answers"][0].strip()
     with pytest.raises(RowError, match=rf"{TOO_LONG}: row-0 has {made.total_tokens} tokens of 100"):
         prepared(tmp_path, row, max_row_tokens=100)
+
+
+def test_passages_continue_their_cue(tmp_path: Path) -> None:
+    words = [f"{place}x" for place in range(60)]
+    row = tree_row(0)
+    row["documents"][0]["text"] = " ".join(words)
+    _, *passages = prepared(tmp_path, row).asked
+    assert len(passages) == 2 and all(p.passage and len(p.answer_ids) == 5 for p in passages)
+    starts = set()
+    for passage in passages:
+        question = tiny_tokenizer().decode(passage.question_ids)
+        cue = question.split("Continue:")[1].split("<|im_end|>")[0].split()
+        start = words.index(cue[0])
+        starts.add(start)
+        assert cue == words[start : start + 3]
+        said = tiny_tokenizer().decode(passage.answer_ids).strip()
+        assert " ".join(words[start + 3 :]).startswith(said)
+    assert len(starts) == 2, "passages begin at drawn places"
+
+
+@pytest.mark.parametrize("text", ["oak", "an oak"])
+def test_passages_of_a_short_text_have_a_short_cue(tmp_path: Path, text: str) -> None:
+    row = tree_row(0)
+    row["documents"][0]["text"] = text
+    for passage in prepared(tmp_path, row).asked[1:]:
+        assert tiny_tokenizer().decode(passage.answer_ids).strip() == "oak"
+
+
+def test_further_questions_are_those_that_the_documents_answer(tmp_path: Path) -> None:
+    rows = [tree_row(place % 3, id=f"row-{place}", question=f"Question {place}?") for place in range(9)]
+    both = [rows[0]["documents"][0], rows[1]["documents"][0]]
+    rows.append(tree_row(0, id="row-both", documents=both, supporting=[d["id"] for d in both]))
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    read = read_files(train_config(tmp_path, Path("unused")), (DataFile(path=str(file)),))
+    seen = set()
+    for seed in range(40):
+        sampler = DocumentSampler(read, questions=4)
+        sample = sampler.sample(
+            0, read[0].rows[seed % 9], (4,), counts=(1, 2), random=np.random.default_rng(seed)
+        )
+        there = {d.doc_id for d in sample.documents}
+        assert 2 <= len(sample.others) <= 3
+        assert len({r.row_id for r in (sample.row, *sample.others)}) == len(sample.others) + 1
+        assert all(r.supporting <= there for r in sample.others)
+        seen |= {r.row_id for r in sample.others}
+    assert seen == {r.row_id for r in read[0].rows}
 
 
 def test_a_step_without_any_usable_row_says_so(tmp_path: Path) -> None:

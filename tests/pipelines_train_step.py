@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from c2kv_core import compose, hf_adapter
+from c2kv_core import ComposedContext, compose, hf_adapter
 from c2kv_core.cache import AppendCache
 from c2kv_core.compose import token_states
 from pipelines.train.config import TrainConfig
 from pipelines.train.optimizer import learning_rate
-from pipelines.train.prepare import Prepared
+from pipelines.train.prepare import Asked, Prepared
 from pipelines.train.setup import TrainingSetup, set_up
 from pipelines.train.trainer import Trainer
 from pipelines.train.world import World
@@ -31,18 +31,21 @@ def rows_of(setup: TrainingSetup, step: int = 1) -> list[Prepared]:
     return [row for group in setup.stream.step(step).micro_batches for row in group]
 
 
-def plain_logits(setup: TrainingSetup, row: Prepared, view: int) -> Tensor:
-    """Logits (T, V) over question and answer of one row, each part extracted alone."""
+def slot_context(setup: TrainingSetup, row: Prepared, view: int) -> ComposedContext:
+    """Each part extracted alone."""
     slots = []
     for parts, ratio in zip(row.parts, row.sample.ratios[view], strict=True):
         for part in parts:
             (states,) = setup.objective.extractor.states([part], (ratio,))
             slots += states.documents()
-    context = compose(setup.model, setup.prefix, slots)
-    ids = torch.tensor([row.question_ids + row.answer_ids])
+    return compose(setup.model, setup.prefix, slots)
+
+
+def plain_logits(setup: TrainingSetup, context: ComposedContext, asked: Asked) -> Tensor:
+    """Logits (T, V) over question and answer, alone after a context."""
     hidden = token_states(
         setup.model,
-        ids,
+        torch.tensor([asked.ids]),
         AppendCache(context.cache),
         start=context.next_position,
         past=context.cache.num_entries,
@@ -50,28 +53,42 @@ def plain_logits(setup: TrainingSetup, row: Prepared, view: int) -> Tensor:
     return hf_adapter.logits(setup.model, hidden)[0]
 
 
-def teacher_logits(setup: TrainingSetup, row: Prepared) -> Tensor:
+def document_ids(setup: TrainingSetup, row: Prepared) -> list[int]:
+    return [*setup.prefix_ids, *(i for d in row.parts for part in d for i in part)]
+
+
+def teacher_logits(setup: TrainingSetup, row: Prepared, asked: Asked) -> Tensor:
     """The same from the stock model over everything in full."""
-    ids = [*setup.prefix_ids, *(i for d in row.parts for part in d for i in part)]
-    whole = torch.tensor([ids + row.question_ids + row.answer_ids])
+    ids = document_ids(setup, row)
     with torch.no_grad():
-        return setup.model(whole).logits[0, len(ids) :]
+        return setup.model(torch.tensor([ids + asked.ids])).logits[0, len(ids) :]
 
 
 def plain_loss(setup: TrainingSetup, rows: list[Prepared], config: TrainConfig) -> Tensor:
     total = torch.zeros(())
-    temperature = config.distillation.temperature
     for row in rows:
         for view in range(config.views_per_row):
-            logits = plain_logits(setup, row, view)
-            start = len(row.question_ids) - 1
-            answer = F.cross_entropy(logits[start:-1], torch.tensor(row.answer_ids))
-            first = 0 if config.distillation.positions == "question_and_answer" else start
-            student = (logits[first:-1] / temperature).log_softmax(-1)
-            teacher = (teacher_logits(setup, row)[first:-1] / temperature).softmax(-1)
-            kl = F.kl_div(student, teacher, reduction="none").sum(-1).mean() * temperature**2
-            total = total + (answer + config.distillation.weight * kl) / config.views_per_row
+            context = slot_context(setup, row, view)
+            for asked in row.asked:
+                alike = sum(a.passage == asked.passage for a in row.asked)
+                weight = config.reconstruction.weight if asked.passage else 1.0
+                loss = plain_ask_loss(setup, context, row, asked, config)
+                total = total + weight * loss / alike / config.views_per_row
     return total / config.batch_rows
+
+
+def plain_ask_loss(
+    setup: TrainingSetup, context: ComposedContext, row: Prepared, asked: Asked, config: TrainConfig
+) -> Tensor:
+    temperature = config.distillation.temperature
+    logits = plain_logits(setup, context, asked)
+    start = len(asked.question_ids) - 1
+    answer = F.cross_entropy(logits[start:-1], torch.tensor(asked.answer_ids))
+    first = 0 if config.distillation.positions == "question_and_answer" else start
+    student = (logits[first:-1] / temperature).log_softmax(-1)
+    teacher = (teacher_logits(setup, row, asked)[first:-1] / temperature).softmax(-1)
+    kl = F.kl_div(student, teacher, reduction="none").sum(-1).mean() * temperature**2
+    return answer + config.distillation.weight * kl
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointing"])
@@ -84,11 +101,14 @@ def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
         model_dir,
         micro_batch_rows=4,
         views_per_row=2,
+        questions_per_row=3,
+        reconstruction={"weight": 0.4, "passages": 2, "cue_words": 3, "max_tokens": 4},
         distillation={"weight": 0.7, "temperature": 2.0, "positions": positions},
         gradient_checkpointing=recompute,
     )
     setup = set_up(config)
     rows = rows_of(setup)
+    assert {len(row.sample.others) for row in rows} >= {1, 2}, "rows of different numbers of questions"
     expected = plain_loss(setup, rows, config)
     expected.backward()
     gradients = {n: p.grad.clone() for n, p in setup.sidecar.named_parameters() if p.grad is not None}
@@ -115,7 +135,12 @@ def gradients_of(config: TrainConfig) -> tuple[dict[str, Tensor], float]:
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_accumulated_gradients_equal_the_big_batch(tmp_path: Path, model_dir: Path, rows: int) -> None:
     # without clipping, which would hide a wrong factor
-    settings: dict[str, Any] = {"batch_rows": 6, "clip_norm": 1e9, "reconstruction": {"weight": 0.3}}
+    settings: dict[str, Any] = {
+        "batch_rows": 6,
+        "clip_norm": 1e9,
+        "reconstruction": {"weight": 0.3},
+        "questions_per_row": 2,
+    }
     big, big_loss = gradients_of(train_config(tmp_path, model_dir, micro_batch_rows=6, **settings))
     small, small_loss = gradients_of(train_config(tmp_path, model_dir, micro_batch_rows=rows, **settings))
     assert small_loss == pytest.approx(big_loss, rel=1e-5)

@@ -20,6 +20,10 @@ class EvalConfig(Config):
     """Alias, Hugging Face directory or hub id of the base model."""
     sidecar: str | None = None
     """Sidecar directory; null takes the one shipped for the model, else an untrained one."""
+    tuned: str | None = None
+    """Control that was tuned with full documents (`c2kv train control=full`), for the method ``tuned``."""
+    tuned_none: str | None = None
+    """Control that was tuned without documents (`c2kv train control=none`), for the method ``tuned_none``."""
     ratios: tuple[int, ...] = Field(default=(4,), min_length=1)
     """Source tokens per slot; methods with a budget get one row each."""
     force_ratio: bool = False

@@ -101,7 +101,7 @@ class _Run:
     def _outcome(self, name: str, case: Case, made: MethodContext, shared_s: float) -> Outcome:
         started = time.perf_counter()
         said = answer(
-            self.compressor.model,
+            made.model or self.compressor.model,
             made.context,
             case.question_ids,
             case.answer_ids,

@@ -1,11 +1,12 @@
 """Questions with their answers over contexts, many in one pass of the frozen base.
 
-Shape legend: B asks, T question and answer tokens (padded), S cached entries (padded), K kv heads, H head dim,
-D hidden, P predictions.
+Shape legend: B asks, T tokens of an ask's questions and answers (padded), S cached entries (padded), K kv heads,
+H head dim, D hidden, P predictions.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,53 +16,107 @@ from transformers import PreTrainedModel
 
 from c2kv_core import ComposedContext, hf_adapter
 from c2kv_core.compose import check_positions
+from pipelines.train.prepare import Asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A question and the answer to be learned, after a context."""
+    """Questions with the answers to be learned, each alone after the same context."""
 
     context: ComposedContext
-    question_ids: list[int]
-    answer_ids: list[int]
-
-    @property
-    def ids(self) -> list[int]:
-        """Question and answer."""
-        return self.question_ids + self.answer_ids
+    asked: Sequence[Asked]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Which tokens are predicted: flat lists over all asks."""
+    """Which tokens are predicted: flat lists over all questions of all asks."""
 
     rows: Tensor
     """(P,) the ask."""
     places: Tensor
-    """(P,) the token, within the ask's ids, whose hidden state predicts."""
+    """(P,) the token, within the ask's packed ids, whose hidden state predicts."""
     targets: Tensor
     """(P,) the id that follows."""
     in_answer: Tensor
     """(P,) bool: the target belongs to the answer."""
+    questions: Tensor
+    """(P,) the question, counted over all asks."""
 
 
-def predictions(
-    asks: Sequence[tuple[list[int], list[int]]], *, questions: bool, device: torch.device
-) -> Predictions:
-    """Predictions of (question ids, answer ids): of the answers, or of all tokens but the first."""
-    rows, places, targets, in_answer = [], [], [], []
-    for row, (question, answer) in enumerate(asks):
-        ids = question + answer
-        for place in range(0 if questions else len(question) - 1, len(ids) - 1):
-            rows.append(row)
-            places.append(place)
-            targets.append(ids[place + 1])
-            in_answer.append(place + 1 >= len(question))
+def predictions(asks: Sequence[Sequence[Asked]], *, questions: bool, device: torch.device) -> Predictions:
+    """Predictions of the answers of each ask, or of all tokens of a question but its first."""
+    rows, places, targets, in_answer, numbers = [], [], [], [], []
+    number = 0
+    for row, asked in enumerate(asks):
+        start = 0
+        for one in asked:
+            ids = one.ids
+            for place in range(0 if questions else len(one.question_ids) - 1, len(ids) - 1):
+                rows.append(row)
+                places.append(start + place)
+                targets.append(ids[place + 1])
+                in_answer.append(place + 1 >= len(one.question_ids))
+                numbers.append(number)
+            start += len(ids)
+            number += 1
     return Predictions(
         rows=torch.tensor(rows, device=device),
         places=torch.tensor(places, device=device),
         targets=torch.tensor(targets, device=device),
         in_answer=torch.tensor(in_answer, device=device),
+        questions=torch.tensor(numbers, device=device),
+    )
+
+
+class PackedIds(NamedTuple):
+    """The questions of one ask side by side."""
+
+    ids: list[int]
+    steps: list[int]
+    """Place of each token within its question."""
+    numbers: list[int]
+    """Question of each token, from 1."""
+
+
+def pack_ids(asked: Sequence[Asked]) -> PackedIds:
+    """Questions with their answers, one after the other."""
+    return PackedIds(
+        ids=[i for one in asked for i in one.ids],
+        steps=[step for one in asked for step in range(len(one.ids))],
+        numbers=[number for number, one in enumerate(asked, 1) for _ in one.ids],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    """Asks as one batch: the questions of an ask stand side by side, hidden from each other."""
+
+    ids_BT: Tensor
+    positions_BT: Tensor
+    """Each question starts where its ask's context ends."""
+    mask: Tensor
+    """(B, 1, T, S + T) bool: a token sees its own context and its own question up to itself."""
+
+
+def _pack(model: PreTrainedModel, asks: Sequence[Ask]) -> _Packed:
+    """Lay the asks out; padding stands to the right and is read by nobody."""
+    device = model.device
+    starts_B = torch.tensor([a.context.next_position for a in asks], device=device)
+    check_positions(model, max(a.context.next_position + len(one.ids) for a in asks for one in a.asked))
+    packed = [pack_ids(a.asked) for a in asks]
+    ids_BT = padded([p.ids for p in packed], device)
+    # Padding is a question of its own, numbered 0; its positions stay within the model's.
+    steps_BT = padded([p.steps for p in packed], device)
+    numbers_BT = padded([p.numbers for p in packed], device)
+    past_B = torch.tensor([a.context.cache.num_entries for a in asks], device=device)
+    tokens = ids_BT.shape[1]
+    seen_BS = torch.arange(int(past_B.max()), device=device) < past_B[:, None]
+    past = seen_BS[:, None, None].expand(-1, 1, tokens, -1)
+    same = (numbers_BT[:, :, None] == numbers_BT[:, None]).tril()[:, None]
+    return _Packed(
+        ids_BT=ids_BT,
+        positions_BT=starts_B[:, None] + steps_BT,
+        mask=torch.cat([past, same], dim=-1),
     )
 
 
@@ -73,27 +128,20 @@ def ask_states(model: PreTrainedModel, asks: Sequence[Ask], *, recompute: bool =
         asks: contexts may differ in length.
         recompute: keep no activations of a layer but its input; compute it again in the backward pass.
     """
-    device = model.device
-    past_B = torch.tensor([a.context.cache.num_entries for a in asks], device=device)
-    starts_B = torch.tensor([a.context.next_position for a in asks], device=device)
-    length = max(len(a.ids) for a in asks)
-    check_positions(model, max(a.context.next_position + len(a.ids) for a in asks))
-    ids_BT = padded_ids([a.ids for a in asks], device)
-    # Padded places keep within the model's positions; nobody reads them.
-    positions = (starts_B[:, None] + torch.arange(length, device=device)).clamp(
-        max=hf_adapter.max_positions(model) - 1
-    )
-    angles = hf_adapter.rotation(model, positions)
-    mask = _mask(past_B, int(past_B.max()), length)
-    hidden = hf_adapter.embed(model, ids_BT)
+    packed = _pack(model, asks)
+    angles = hf_adapter.rotation(model, packed.positions_BT)
+    hidden = hf_adapter.embed(model, packed.ids_BT)
     for index, layer in enumerate(hf_adapter.decoder_layers(model)):
-        keys = _stacked([a.context.cache.keys[index] for a in asks])
-        values = _stacked([a.context.cache.values[index] for a in asks])
+        keys, values = _entries(asks, index)
 
         def run(hidden: Tensor, keys: Tensor, values: Tensor, layer: hf_adapter.StockLayer = layer) -> Tensor:
-            cache = _Past(keys, values)
             return hf_adapter.run_layer(
-                layer, hidden, positions=positions, angles=angles, cache=cache, mask=mask
+                layer,
+                hidden,
+                positions=packed.positions_BT,
+                angles=angles,
+                cache=_Past(keys, values),
+                mask=packed.mask,
             )
 
         hidden = (
@@ -105,12 +153,19 @@ def ask_states(model: PreTrainedModel, asks: Sequence[Ask], *, recompute: bool =
     return normed
 
 
-def padded_ids(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """(B, T) ids, padded on the right with 0."""
-    ids_BT = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64, device=device)
-    for row, ids in enumerate(rows):
-        ids_BT[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
-    return ids_BT
+def _entries(asks: Sequence[Ask], layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, K, S, H) of a layer of the asks' contexts, padded on the right."""
+    keys = _stacked([a.context.cache.keys[layer] for a in asks])
+    values = _stacked([a.context.cache.values[layer] for a in asks])
+    return keys, values
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """(B, T), padded on the right with 0."""
+    padded_BT = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64, device=device)
+    for row, numbers in enumerate(rows):
+        padded_BT[row, : len(numbers)] = torch.as_tensor(numbers, dtype=torch.int64)
+    return padded_BT
 
 
 class _Past:
@@ -127,12 +182,3 @@ def _stacked(entries: Sequence[Tensor]) -> Tensor:
     """(1, K, S_b, H) each to (B, K, S, H), padded on the right."""
     longest = max(x.shape[2] for x in entries)
     return torch.cat([F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in entries])
-
-
-def _mask(past_B: Tensor, entries: int, tokens: int) -> Tensor:
-    """(B, 1, T, S + T) bool: every token sees its own context and the tokens up to itself."""
-    device = past_B.device
-    seen_BS = torch.arange(entries, device=device) < past_B[:, None]
-    past = seen_BS[:, None, None].expand(-1, 1, tokens, -1)
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-    return torch.cat([past, causal.expand(len(past_B), 1, -1, -1)], dim=-1)

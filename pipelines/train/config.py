@@ -32,7 +32,7 @@ class Distillation(Config):
     """Kullback-Leibler divergence from the frozen base over the full joint context."""
 
     weight: float = Field(default=0.0, ge=0.0)
-    """Factor on the divergence; 0 is off, and the teacher is not run."""
+    """Factor on the divergence; 0 is off."""
     temperature: float = Field(default=1.0, gt=0.0)
     """Divides both sides' logits; the divergence is multiplied by its square."""
     positions: Literal["answer", "question_and_answer"] = "answer"
@@ -40,23 +40,29 @@ class Distillation(Config):
 
 
 class Reconstruction(Config):
-    """Cross-entropy on a document's own text, asked from its slots alone."""
+    """Passages of the documents' own text, asked for by the words before them: a look-up, then a copy."""
 
     weight: float = Field(default=0.0, ge=0.0)
-    """Factor on the cross-entropy; 0 is off."""
-    max_tokens: int = Field(default=128, ge=1)
-    """Tokens of the text that are asked for, from its start."""
-    prompt: str = "Repeat the document above word for word."
-    """The question."""
+    """Factor on a passage's losses relative to a question's; 0 is off."""
+    passages: int = Field(default=1, ge=1)
+    """Passages of a row, each from a drawn place of a drawn document."""
+    cue_words: int = Field(default=10, ge=1)
+    """Words before the passage that the question gives."""
+    max_tokens: int = Field(default=32, ge=1)
+    """Tokens of a passage."""
+    prompt: str = "Continue:"
+    """Stands before the cue in the question."""
 
 
-class RatioStage(Config):
-    """Ratios drawn from a step on, for a curriculum."""
+class Stage(Config):
+    """What a curriculum changes from a step on; what a stage leaves out stays as it was."""
 
     from_step: int = Field(ge=1)
     """First optimizer step of the stage."""
-    ratios: tuple[int, ...] = Field(min_length=1)
+    ratios: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Source tokens per slot; each document draws one."""
+    documents_per_row: tuple[int, int] | None = None
+    """Fewest and most documents of a row."""
 
 
 class TrainConfig(Config):
@@ -84,10 +90,13 @@ class TrainConfig(Config):
 
     ratios: tuple[int, ...] = Field(default=(4,), min_length=1)
     """Source tokens per slot; each document of a row draws one."""
-    ratio_stages: tuple[RatioStage, ...] = ()
-    """Curriculum: from a step on, draw from these ratios instead."""
+    stages: tuple[Stage, ...] = ()
+    """Curriculum: from a step on, other ratios or numbers of documents."""
     views_per_row: int = Field(default=1, ge=1)
     """Times a row is answered in a step, each with ratios of its own; base passes over its documents are shared."""
+    questions_per_row: int = Field(default=1, ge=1)
+    """Most questions of a row: its own, then others of its file that need no document but those drawn. They share the
+    extraction, so that each costs only its own tokens."""
     max_part_tokens: int = Field(default=1024, ge=16)
     """Longest part of a document; longer documents are split."""
     documents_per_row: tuple[int, int] = (2, 10)
@@ -96,10 +105,14 @@ class TrainConfig(Config):
     """Source tokens of a row, question and answer included; longer rows are dropped and counted."""
     overlap_tokens: int = Field(default=0, ge=0)
     """Tokens before its block that a slot also sees; 0 is the paper."""
-    residual: Literal["none"] = "none"
-    """Addition to the slots' first input; only ``none``, the paper's."""
+    residual: Literal["none", "embed_mean", "embed_last"] = "none"
+    """Addition to the slots' first input: nothing (the paper), the mean normed embedding of the block (layer 0's
+    projections), or the embedding of the block's last token."""
     rank: int | None = Field(default=None, ge=1)
     """Rank of the projections' deltas on the base's; null trains full projections, the paper's."""
+    control: Literal["full", "none"] | None = None
+    """Tune the base itself instead of a sidecar, by deltas of ``rank``, on the same rows with their documents in full
+    or without them: what evaluations compare slots with. Passages, ratios and distillation do not apply."""
     init_sidecar: str | None = None
     """Sidecar directory to start from; null starts from the base."""
 
@@ -165,31 +178,38 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        fewest, most = self.documents_per_row
-        if not 1 <= fewest <= most:
-            raise ValueError(f"expected documents_per_row of 1 <= fewest <= most, got {fewest}, {most}")
+        for fewest, most in (self.documents_per_row, *(s.documents_per_row or (1, 1) for s in self.stages)):
+            if not 1 <= fewest <= most:
+                raise ValueError(f"expected documents_per_row of 1 <= fewest <= most, got {fewest}, {most}")
         if self.num_workers and self.batch_rows % self.num_workers:
             raise ValueError(
                 f"expected batch_rows to be a multiple of num_workers, got {self.batch_rows} and {self.num_workers}"
             )
         if self.shard_base and not self.num_workers:
             raise ValueError("shard_base needs num_workers of 1 or more")
-        starts = [stage.from_step for stage in self.ratio_stages]
+        if self.control and (self.rank is None or self.shard_base or self.init_sidecar):
+            raise ValueError("a control needs rank, and neither shard_base nor init_sidecar")
+        starts = [stage.from_step for stage in self.stages]
         if starts != sorted(set(starts)):
-            raise ValueError(f"expected ratio_stages in ascending order of from_step, got {starts}")
+            raise ValueError(f"expected stages in ascending order of from_step, got {starts}")
         return self
 
     def ratios_at(self, step: int) -> tuple[int, ...]:
         """Ratios that documents draw from in an optimizer step (from 1)."""
-        current = self.ratios
-        for stage in self.ratio_stages:
-            if stage.from_step <= step:
-                current = stage.ratios
-        return current
+        return next((s.ratios for s in self._stages_before(step) if s.ratios), self.ratios)
+
+    def documents_at(self, step: int) -> tuple[int, int]:
+        """Fewest and most documents of a row in an optimizer step (from 1)."""
+        stages = self._stages_before(step)
+        return next((s.documents_per_row for s in stages if s.documents_per_row), self.documents_per_row)
+
+    def _stages_before(self, step: int) -> list[Stage]:
+        """Those that have begun, the latest first."""
+        return [stage for stage in reversed(self.stages) if stage.from_step <= step]
 
     def all_ratios(self) -> tuple[int, ...]:
         """Every ratio the run trains for, ascending."""
-        later = [ratio for stage in self.ratio_stages for ratio in stage.ratios]
+        later = [ratio for stage in self.stages for ratio in stage.ratios or ()]
         return tuple(sorted({*self.ratios, *later}))
 
     def sidecar_config(self, *, trained: bool) -> SidecarConfig:

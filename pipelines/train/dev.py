@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from c2kv_core import compose, hf_adapter
-from pipelines.train.asks import Ask, ask_states, predictions
-from pipelines.train.loss import answer_losses
+from c2kv_core import ComposedContext
+from pipelines.train.asks import Ask
+from pipelines.train.objective import ask_losses
 from pipelines.train.prepare import Prepared
 from pipelines.train.row import RowError
 from pipelines.train.sampler import DocumentSampler, Sample
 from pipelines.train.setup import TrainingSetup
 from pipelines.train.stream import micro_batches
-from pipelines.train.teacher import teacher_states
+from pipelines.train.teacher import full_contexts
 from pipelines.train.world import World, sum_numbers
 
 FULL = "full compute"
@@ -51,7 +51,9 @@ class DevSet:
 
     def evaluate(self, step: int) -> DevRecord:
         """Losses of the sidecar as it is now, every document of a row at the same ratio."""
-        answer = {name: self._means(rows, self._slot_losses) for name, rows in self._rows.items()}
+        answer = {
+            name: self._means(rows, self._setup.objective.held_out) for name, rows in self._rows.items()
+        }
         return DevRecord(step=step, answer=answer)
 
     def references(self) -> dict[str, Any]:
@@ -60,14 +62,15 @@ class DevSet:
 
     def _prepare(self, index: int) -> list[Prepared]:
         config, files = self._setup.config, self._setup.dev_files
-        fewest, most = config.documents_per_row
-        sampler = DocumentSampler(files, fewest=fewest, most=most)
+        sampler = DocumentSampler(files)
         rows = files[index].rows
         order = np.random.default_rng([config.seed, 4, index]).permutation(len(rows))
         prepared: list[Prepared] = []
         for place in order:
             random = np.random.default_rng([config.seed, 5, index, int(place)])
-            sample = sampler.sample(index, rows[int(place)], self._ratios, random=random)
+            sample = sampler.sample(
+                index, rows[int(place)], self._ratios, counts=config.documents_per_row, random=random
+            )
             try:
                 prepared.append(self._setup.preparer.prepare(self._at_every_ratio(sample)))
             except RowError:
@@ -86,7 +89,7 @@ class DevSet:
         self, rows: list[Prepared], losses: Callable[[Sequence[Prepared]], dict[str, float]]
     ) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
-        names = [str(ratio) for ratio in self._ratios] + [FULL, NONE, "rows"]
+        names = [*map(str, self._ratios), "control", FULL, NONE, "rows"]
         groups = micro_batches(rows, **self._setup.stream.limits())
         with torch.no_grad():
             for group in groups:
@@ -97,37 +100,14 @@ class DevSet:
         asked = [name for name in names[:-1] if total[name]]
         return {name: total[name] / total["rows"] for name in asked}
 
-    def _slot_losses(self, rows: Sequence[Prepared]) -> dict[str, float]:
-        setup = self._setup
-        views = setup.objective.views(rows)
-        found = {}
-        for place, ratio in enumerate(self._ratios):
-            asks = [
-                Ask(
-                    context=compose(setup.model, setup.prefix, views[i][place]),
-                    question_ids=row.question_ids,
-                    answer_ids=row.answer_ids,
-                )
-                for i, row in enumerate(rows)
-            ]
-            found[str(ratio)] = self._ask(asks)
-        return found
-
     def _reference_losses(self, rows: Sequence[Prepared]) -> dict[str, float]:
         setup = self._setup
-        pairs = [(row.question_ids, row.answer_ids) for row in rows]
-        wanted = predictions(pairs, questions=False, device=setup.device)
-        states = teacher_states(setup.model, setup.prefix_ids, rows, wanted)
-        logits = hf_adapter.logits(setup.model, states)
-        found = {FULL: float(answer_losses(logits, wanted, len(rows)).sum())}
+        found = {FULL: self._ask(full_contexts(setup.model, setup.prefix_ids, rows), rows)}
         if setup.prefix is not None:
-            asks = [Ask(context=setup.prefix, question_ids=q, answer_ids=a) for q, a in pairs]
-            found[NONE] = self._ask(asks)
+            found[NONE] = self._ask([setup.prefix] * len(rows), rows)
         return found
 
-    def _ask(self, asks: list[Ask]) -> float:
-        pairs = [(a.question_ids, a.answer_ids) for a in asks]
-        wanted = predictions(pairs, questions=False, device=self._setup.device)
-        states = ask_states(self._setup.model, asks)
-        logits = hf_adapter.logits(self._setup.model, states[wanted.rows, wanted.places])
-        return float(answer_losses(logits, wanted, len(asks)).sum())
+    def _ask(self, contexts: Sequence[ComposedContext], rows: Sequence[Prepared]) -> float:
+        """Sum over rows."""
+        asks = [Ask(context=c, asked=row.asked) for c, row in zip(contexts, rows, strict=True)]
+        return float(ask_losses(self._setup.model, asks).sum())

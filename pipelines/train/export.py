@@ -11,7 +11,8 @@ from torch import Tensor
 from c2kv_core import Sidecar
 from c2kv_core.models import parse_dtype
 from c2kv_core.sidecar_config import SidecarHeader
-from pipelines.train.folder import SIDECAR, RunFolder, writing
+from pipelines.control import Control, Documents
+from pipelines.train.folder import CONTROL, SIDECAR, RunFolder, writing
 
 
 def best_path(step: int, attempt: int) -> str:
@@ -38,13 +39,28 @@ def collect_best(folder: RunFolder, keep: str | None) -> None:
             folder.storage.delete(file.path)
 
 
+def export_control(
+    folder: RunFolder, header: SidecarHeader, weights: dict[str, Tensor], *, documents: Documents, dtype: str
+) -> str:
+    """Write the directory of a control; gives its place below the run folder."""
+    control = Control(documents=documents, sidecar=_sidecar(folder, header, weights, dtype))
+    with writing(folder.location):
+        for name, content in control.files().items():
+            folder.storage.put(f"{CONTROL}/{name}", content)
+    return CONTROL
+
+
+def _sidecar(folder: RunFolder, header: SidecarHeader, weights: dict[str, Tensor], dtype: str) -> Sidecar:
+    kind: torch.dtype = parse_dtype(dtype)
+    tensors = {name: tensor.to(kind) for name, tensor in weights.items()}
+    return Sidecar.from_tensors(header, tensors, source=folder.location)
+
+
 def export_sidecar(
     folder: RunFolder, header: SidecarHeader, weights: dict[str, Tensor], *, card: str, dtype: str
 ) -> str:
     """Write the sidecar directory and its card; gives its place below the run folder."""
-    kind: torch.dtype = parse_dtype(dtype)
-    tensors = {name: tensor.to(kind) for name, tensor in weights.items()}
-    sidecar = Sidecar.from_tensors(header, tensors, source=folder.location)
+    sidecar = _sidecar(folder, header, weights, dtype)
     scratch = Path(tempfile.mkdtemp(prefix="c2kv-sidecar-"))
     try:
         sidecar.save(scratch / "made")

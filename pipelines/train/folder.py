@@ -20,6 +20,7 @@ REPORT = "report.json"
 PROGRESS = "progress.json"
 STOPPED = "stopped.json"
 SIDECAR = "sidecar"
+CONTROL = "control"
 CURVES = "curves.png"
 
 MAY_CHANGE = frozenset(

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from c2kv_core.errors import NonFiniteLossError, TrainingError
@@ -15,8 +16,16 @@ from pipelines.train.checkpoint import Checkpoints, name_of
 from pipelines.train.config import TrainConfig
 from pipelines.train.curves import check_available, draw_curves
 from pipelines.train.dev import DevSet
-from pipelines.train.export import best_path, collect_best, export_sidecar, load_best, save_best
+from pipelines.train.export import (
+    best_path,
+    collect_best,
+    export_control,
+    export_sidecar,
+    load_best,
+    save_best,
+)
 from pipelines.train.folder import CURVES, REPORT, RunFolder
+from pipelines.train.prepare import Prepared
 from pipelines.train.reading import dropped_rows
 from pipelines.train.records import Records
 from pipelines.train.setup import TrainingSetup, set_up
@@ -197,6 +206,20 @@ class _Run:
         weights = load_best(self.folder, best.path) if best else last
         self.trainer.weights.load(weights)
         exported_step, drift = best.step if best else self.state.step, self.trainer.weights.drift()
+        made = self._export(weights, exported_step, drift)
+        collect_best(self.folder, best.path if best else None)
+        self.folder.put_json(REPORT, self._report(made, exported_step, drift))
+
+    def _export(self, weights: dict[str, Tensor], exported_step: int, drift: float) -> str:
+        """Write the sidecar, or the control; gives its place below the run folder."""
+        if self.config.control:
+            return export_control(
+                self.folder,
+                self._header,
+                weights,
+                documents=self.config.control,
+                dtype=self.config.export_dtype,
+            )
         card = model_card(
             self.setup,
             self.state,
@@ -205,15 +228,13 @@ class _Run:
             exported_step=exported_step,
             drift=drift,
         )
-        export_sidecar(self.folder, self._header, weights, card=card, dtype=self.config.export_dtype)
-        collect_best(self.folder, best.path if best else None)
-        self.folder.put_json(REPORT, self._report(exported_step, drift))
+        return export_sidecar(self.folder, self._header, weights, card=card, dtype=self.config.export_dtype)
 
-    def _report(self, exported_step: int, drift: float) -> dict[str, Any]:
+    def _report(self, made: str, exported_step: int, drift: float) -> dict[str, Any]:
         return {
             "run": self.config.run,
             "folder": self.folder.location,
-            "sidecar": f"{self.folder.location}/sidecar",
+            made: f"{self.folder.location}/{made}",
             "attempts": self.attempt.number,
             "exported_step": exported_step,
             "drift": drift,
@@ -224,7 +245,7 @@ class _Run:
         }
 
 
-def _readable(row: Any) -> dict[str, Any]:
+def _readable(row: Prepared) -> dict[str, Any]:
     sample = row.sample
     return {
         "row": sample.row.row_id,
@@ -233,6 +254,5 @@ def _readable(row: Any) -> dict[str, Any]:
         "documents": [d._asdict() for d in sample.documents],
         "question": sample.row.question,
         "answer": sample.row.answer,
-        "question_ids": row.question_ids,
-        "answer_ids": row.answer_ids,
+        "asked": [asdict(asked) for asked in row.asked],
     }

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from c2kv_core import ComposedContext, Extractor, compose, hf_adapter
-from pipelines.train.asks import Ask, ask_states, predictions
+from pipelines.train.asks import Ask, Predictions, ask_states, predictions
 from pipelines.train.config import TrainConfig
 from pipelines.train.loss import answer_losses, divergences
 from pipelines.train.prepare import Prepared
 from pipelines.train.slots import View, row_views
-from pipelines.train.teacher import teacher_states
+from pipelines.train.teacher import full_contexts
 
 Sums = defaultdict[str, float]
 """Sums over rows, by name."""
@@ -39,17 +40,15 @@ class Objective:
         *,
         prefix_ids: list[int],
         prefix: ComposedContext | None,
-        retell_ids: list[int],
     ) -> None:
         """Args:
         config: weights of the losses, rows of a step.
         extractor: model and sidecar.
         prefix_ids: tokens before the first document.
         prefix: their context; None where there are none.
-        retell_ids: question that asks for a document's text.
         """
         self._config, self.extractor, self._model = config, extractor, extractor.model
-        self._prefix_ids, self._prefix, self._retell_ids = prefix_ids, prefix, retell_ids
+        self._prefix_ids, self._prefix = prefix_ids, prefix
 
     def losses(self, rows: Sequence[Prepared]) -> Losses:
         """Losses of one micro-batch."""
@@ -57,11 +56,9 @@ class Objective:
         count = self._config.views_per_row
         # View by view, so that a teacher row's predictions line up with those of each of its views.
         asks = [self._ask(row, views[i][v]) for v in range(count) for i, row in enumerate(rows)]
-        sums = _sizes(rows, distilled=self._config.distillation.weight > 0)
+        sums = row_sizes(rows, taught=self._config.distillation.weight > 0)
         sums["slots"] = float(sum(d.num_slots for row in views for view in row for d in view))
         loss = self._answers(asks, rows, sums)
-        if self._config.reconstruction.weight:
-            loss = loss + self._retellings(rows, views, sums)
         return Losses(loss=loss / self._config.batch_rows, sums=sums)
 
     def views(self, rows: Sequence[Prepared]) -> list[list[View]]:
@@ -69,70 +66,103 @@ class Objective:
         shared = self._config.all_ratios() if self._config.shard_base else None
         return row_views(self.extractor, rows, in_step=shared)
 
+    def held_out(self, rows: Sequence[Prepared]) -> dict[str, float]:
+        """Answer losses by ratio, summed over rows that have one view a ratio."""
+        views = self.views(rows)
+        found = {}
+        for place, ratio in enumerate(self._config.all_ratios()):
+            asks = [self._ask(row, views[i][place]) for i, row in enumerate(rows)]
+            found[str(ratio)] = float(ask_losses(self._model, asks).sum())
+        return found
+
     def _ask(self, row: Prepared, view: View) -> Ask:
-        context = compose(self._model, self._prefix, view)
-        return Ask(context=context, question_ids=row.question_ids, answer_ids=row.answer_ids)
+        return Ask(context=compose(self._model, self._prefix, view), asked=row.asked)
+
+    def _wanted(self, asked: Sequence[Ask]) -> Predictions:
+        distillation = self._config.distillation
+        wide = distillation.weight > 0 and distillation.positions == "question_and_answer"
+        return predictions([a.asked for a in asked], questions=wide, device=self._model.device)
 
     def _answers(self, asks: list[Ask], rows: Sequence[Prepared], sums: Sums) -> Tensor:
-        distillation = self._config.distillation
-        count = self._config.views_per_row
-        wide = distillation.weight > 0 and distillation.positions == "question_and_answer"
-        pairs = [(a.question_ids, a.answer_ids) for a in asks]
-        wanted = predictions(pairs, questions=wide, device=self._model.device)
+        count, distillation = self._config.views_per_row, self._config.distillation
+        wanted = self._wanted(asks)
+        weights_A = self._weights(rows)
         states = ask_states(self._model, asks, recompute=self._config.gradient_checkpointing)
         logits = hf_adapter.logits(self._model, states[wanted.rows, wanted.places])
-        answer_A = answer_losses(logits, wanted, len(asks))
-        _add_by_ratio(sums, answer_A.detach().view(count, len(rows)), rows)
-        total = answer_A.sum() / count
-        sums["answer"] += float(total.detach())
+        answer_A = answer_losses(logits, wanted, len(weights_A))
+        total = (answer_A * weights_A).sum()
+        self._record(sums, answer_A.detach(), rows)
         if distillation.weight:
-            teacher = self._teacher_logits(rows, wide, sums)
-            spread = teacher.repeat(count, 1)
-            kl_A = divergences(logits, spread, wanted, len(asks), temperature=distillation.temperature)
-            sums["distillation"] += float(kl_A.detach().sum()) / count
-            total = total + distillation.weight * kl_A.sum() / count
+            spread = self._teacher_logits(rows, sums).repeat(count, 1)
+            kl_A = divergences(logits, spread, wanted, len(weights_A), temperature=distillation.temperature)
+            kl = (kl_A * weights_A).sum()
+            sums["distillation"] += float(kl.detach())
+            total = total + distillation.weight * kl
         return total
 
+    def _weights(self, rows: Sequence[Prepared]) -> Tensor:
+        """(A,) of each question of each view: a row's questions together count 1, its passages what is configured."""
+        one_view = []
+        for row in rows:
+            passages = sum(a.passage for a in row.asked)
+            shares = {False: 1 / (len(row.asked) - passages)}
+            shares[True] = self._config.reconstruction.weight / passages if passages else 0.0
+            one_view += [shares[a.passage] for a in row.asked]
+        count = self._config.views_per_row
+        return torch.tensor(one_view * count, device=self._model.device) / count
+
+    def _record(self, sums: Sums, answer_A: Tensor, rows: Sequence[Prepared]) -> None:
+        """Means over a row's questions, and over its passages; a row of mixed ratios counts for each by its share."""
+        count = self._config.views_per_row
+        for view, losses_A in enumerate(answer_A.view(count, -1)):
+            for row, mean in zip(rows, row_means(losses_A, rows), strict=True):
+                answer, chosen = float(mean), row.sample.ratios[view]
+                sums["answer"] += answer / count
+                for ratio in chosen:
+                    sums[f"answer_at_{ratio}"] += answer / len(chosen)
+                    sums[f"share_at_{ratio}"] += 1 / len(chosen)
+            if self._config.reconstruction.weight:
+                sums["reconstruction"] += float(sum(row_means(losses_A, rows, passages=True))) / count
+
     @torch.no_grad()
-    def _teacher_logits(self, rows: Sequence[Prepared], wide: bool, sums: Sums) -> Tensor:
-        pairs = [(row.question_ids, row.answer_ids) for row in rows]
-        wanted = predictions(pairs, questions=wide, device=self._model.device)
-        logits = hf_adapter.logits(self._model, teacher_states(self._model, self._prefix_ids, rows, wanted))
-        sums["full_compute"] += float(answer_losses(logits, wanted, len(rows)).sum())
+    def _teacher_logits(self, rows: Sequence[Prepared], sums: Sums) -> Tensor:
+        """(P, V) of one view's predictions, over the full joint contexts."""
+        contexts = full_contexts(self._model, self._prefix_ids, rows)
+        asks = [Ask(context=c, asked=row.asked) for c, row in zip(contexts, rows, strict=True)]
+        wanted = self._wanted(asks)
+        states = ask_states(self._model, asks)
+        logits = hf_adapter.logits(self._model, states[wanted.rows, wanted.places])
+        answer_A = answer_losses(logits, wanted, sum(len(row.asked) for row in rows))
+        sums["full_compute"] += float(sum(row_means(answer_A, rows)))
         return logits
 
-    def _retellings(self, rows: Sequence[Prepared], views: list[list[View]], sums: Sums) -> Tensor:
-        asks = []
-        for row, (first, *_) in zip(rows, views, strict=True):
-            start = sum(len(document) for document in row.parts[: row.sample.retold])
-            parts = first[start : start + 1]
-            context = compose(self._model, self._prefix, parts)
-            asks.append(Ask(context=context, question_ids=self._retell_ids, answer_ids=row.retold_ids))
-        pairs = [(a.question_ids, a.answer_ids) for a in asks]
-        wanted = predictions(pairs, questions=False, device=self._model.device)
-        states = ask_states(self._model, asks, recompute=self._config.gradient_checkpointing)
-        logits = hf_adapter.logits(self._model, states[wanted.rows, wanted.places])
-        total = answer_losses(logits, wanted, len(asks)).sum()
-        sums["reconstruction"] += float(total.detach())
-        return self._config.reconstruction.weight * total
+
+@torch.no_grad()
+def ask_losses(model: PreTrainedModel, asks: Sequence[Ask]) -> Tensor:
+    """(A,) cross-entropy on the answer of every question."""
+    wanted = predictions([a.asked for a in asks], questions=False, device=model.device)
+    states = ask_states(model, asks)
+    logits = hf_adapter.logits(model, states[wanted.rows, wanted.places])
+    return answer_losses(logits, wanted, sum(len(a.asked) for a in asks))
 
 
-def _sizes(rows: Sequence[Prepared], *, distilled: bool) -> Sums:
+def row_means(losses_A: Tensor, rows: Sequence[Prepared], *, passages: bool = False) -> list[Tensor]:
+    """Mean of each row's questions, or of its passages."""
+    means, start = [], 0
+    for row in rows:
+        mine = [start + i for i, a in enumerate(row.asked) if a.passage == passages]
+        means.append(losses_A[mine].mean())
+        start += len(row.asked)
+    return means
+
+
+def row_sizes(rows: Sequence[Prepared], *, taught: bool) -> Sums:
+    """Counts for the curves."""
     sizes: Sums = defaultdict(float)
+    views = len(rows[0].sample.ratios)
     sizes["rows"] = len(rows)
     sizes["source_tokens"] = sum(row.source_tokens for row in rows)
-    sizes["answer_tokens"] = sum(len(row.answer_ids) for row in rows)
-    asked = sum(len(row.question_ids) + len(row.answer_ids) for row in rows)
-    sizes["asked_tokens"] = asked * len(rows[0].sample.ratios)
-    sizes["taught_tokens"] = sum(row.total_tokens for row in rows) if distilled else 0
+    sizes["answer_tokens"] = sum(len(a.answer_ids) for row in rows for a in row.asked if not a.passage)
+    sizes["asked_tokens"] = sum(row.asked_tokens for row in rows) * views
+    sizes["taught_tokens"] = sum(row.source_tokens + row.asked_tokens for row in rows) if taught else 0
     return sizes
-
-
-def _add_by_ratio(sums: Sums, answer_VR: Tensor, rows: Sequence[Prepared]) -> None:
-    """A row of mixed ratios counts for each of them by its share of the documents."""
-    for losses, view in zip(answer_VR.tolist(), range(len(answer_VR)), strict=True):
-        for loss, row in zip(losses, rows, strict=True):
-            chosen = row.sample.ratios[view]
-            for ratio in chosen:
-                sums[f"answer_at_{ratio}"] += loss / len(chosen)
-                sums[f"share_at_{ratio}"] += 1 / len(chosen)

@@ -6,11 +6,29 @@ from transformers import PreTrainedTokenizerFast
 
 from c2kv_core.errors import InputError
 from c2kv_core.text import ChatRenderer, document_parts
-from pipelines.train.row import RowError
+from pipelines.train.config import Reconstruction
+from pipelines.train.row import Passage, RowError, TrainRow
 from pipelines.train.sampler import Sample
 
 TOO_LONG = "too long"
 UNSPLITTABLE = "title or text that leaves no room in a part"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question and the answer to be learned."""
+
+    question_ids: list[int]
+    """Question turn and assistant header."""
+    answer_ids: list[int]
+    """Answer and its end token; of a passage only its tokens."""
+    passage: bool = False
+    """Whether reconstruction asks."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Question and answer."""
+        return self.question_ids + self.answer_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +38,8 @@ class Prepared:
     sample: Sample
     parts: tuple[tuple[list[int], ...], ...]
     """Of each document, in the sample's order."""
-    question_ids: list[int]
-    """Question turn and assistant header."""
-    answer_ids: list[int]
-    """Answer and its end token."""
-    retold_ids: list[int]
-    """Text of the document that reconstruction asks for, cut at the configured length; empty when off."""
+    asked: tuple[Asked, ...]
+    """The row's own question, others that its documents answer, then passages."""
 
     @property
     def source_tokens(self) -> int:
@@ -33,9 +47,14 @@ class Prepared:
         return sum(len(part) for document in self.parts for part in document)
 
     @property
+    def asked_tokens(self) -> int:
+        """Tokens of all questions and answers."""
+        return sum(len(a.ids) for a in self.asked)
+
+    @property
     def total_tokens(self) -> int:
-        """Tokens of documents, question and answer."""
-        return self.source_tokens + len(self.question_ids) + len(self.answer_ids)
+        """Tokens of documents and of the longest question with its answer: the positions that the row takes."""
+        return self.source_tokens + max(len(a.ids) for a in self.asked)
 
 
 class Preparer:
@@ -48,9 +67,9 @@ class Preparer:
         *,
         max_part_tokens: int,
         max_row_tokens: int,
-        retold_tokens: int,
+        reconstruction: Reconstruction | None = None,
     ) -> None:
-        """``retold_tokens`` 0 switches reconstruction off.
+        """Limits in tokens; how passages are asked for, where samples have any.
 
         Raises:
             InputError: the tokenizer has no end-of-sequence token.
@@ -59,7 +78,7 @@ class Preparer:
             raise InputError("expected a tokenizer with an end-of-sequence token, which ends every answer")
         self._tokenizer, self._renderer = tokenizer, renderer
         self._max_part_tokens, self._max_row_tokens = max_part_tokens, max_row_tokens
-        self._retold_tokens = retold_tokens
+        self._reconstruction = reconstruction or Reconstruction()
 
     def prepare(self, sample: Sample) -> Prepared:
         """Token ids of a sample.
@@ -77,9 +96,10 @@ class Preparer:
         prepared = Prepared(
             sample=sample,
             parts=parts,
-            question_ids=self.question(sample.row.question),
-            answer_ids=[*self._renderer.answer_ids(sample.row.answer), int(self._tokenizer.eos_token_id)],
-            retold_ids=self._renderer.answer_ids(sample.documents[sample.retold].text)[: self._retold_tokens],
+            asked=(
+                *(self._asked(row) for row in (sample.row, *sample.others)),
+                *map(self._passage, sample.passages, sample.places),
+            ),
         )
         if prepared.total_tokens > self._max_row_tokens:
             raise RowError(
@@ -87,6 +107,25 @@ class Preparer:
             )
         return prepared
 
-    def question(self, text: str) -> list[int]:
+    def _asked(self, row: TrainRow) -> Asked:
+        answer_ids = [*self._renderer.answer_ids(row.answer), int(self._tokenizer.eos_token_id)]
+        return Asked(question_ids=self._question(row.question), answer_ids=answer_ids)
+
+    def _passage(self, document: Passage, place: float) -> Asked:
+        """A passage starts within a text that has at least one word after the cue; a one-word text has no cue."""
+        settings = self._reconstruction
+        words = document.text.split()
+        cue = min(settings.cue_words, len(words) - 1)
+        # A token is at most a few words long, so twice as many words as tokens are enough to cut from.
+        start = int(place * max(len(words) - cue - settings.max_tokens // 2, 1))
+        said = words[start : start + cue]
+        wanted = " ".join(words[start + cue : start + cue + 2 * settings.max_tokens])
+        return Asked(
+            question_ids=self._question(" ".join([settings.prompt, *said])),
+            answer_ids=self._renderer.answer_ids(wanted)[: settings.max_tokens],
+            passage=True,
+        )
+
+    def _question(self, text: str) -> list[int]:
         """Question turn and assistant header."""
         return self._renderer.question_ids([{"role": "user", "content": text}])

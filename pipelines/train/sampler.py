@@ -1,5 +1,6 @@
 """From a place in the mixture to what is asked there: documents in their order, and a ratio for each."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,12 @@ class Sample:
     """Supporting ones and distractors, shuffled."""
     ratios: tuple[tuple[int, ...], ...]
     """Source tokens per slot of each document, one tuple a view."""
-    retold: int
-    """Place of the document that reconstruction asks for."""
+    others: tuple[TrainRow, ...] = ()
+    """Rows whose questions these documents answer too."""
+    passages: tuple[Passage, ...] = ()
+    """Documents that reconstruction asks for, and ..."""
+    places: tuple[float, ...] = ()
+    """... where in each, from 0 to 1."""
 
     @property
     def characters(self) -> int:
@@ -32,9 +37,15 @@ class Sample:
 class DocumentSampler:
     """Draws documents for rows: their supporting ones, their own others, then others of the same file."""
 
-    def __init__(self, files: Sequence[RowFile], *, fewest: int, most: int) -> None:
+    def __init__(self, files: Sequence[RowFile], *, questions: int = 1, passages: int = 0) -> None:
+        """Args:
+        files: rows to draw strangers and further questions from.
+        questions: most questions of a row.
+        passages: passages of a row that reconstruction asks for.
+        """
         self._files = files
-        self._fewest, self._most = fewest, most
+        self._questions, self._passages = questions, passages
+        self._asking = [_rows_by_document(f.rows) for f in files] if questions > 1 else []
         # Ids are unique, so that a paragraph with many questions counts once.
         self._pools = [list({d.doc_id: d for row in f.rows for d in row.documents}.values()) for f in files]
 
@@ -44,25 +55,42 @@ class DocumentSampler:
         row: TrainRow,
         ratios: Sequence[int],
         *,
+        counts: tuple[int, int],
         random: np.random.Generator,
         views: int = 1,
     ) -> Sample:
-        """Documents and ratios for a row of a file, all drawn from ``random``."""
-        wanted = int(random.integers(self._fewest, self._most + 1))
+        """Documents (fewest and most of ``counts``) and ratios for a row of a file, all drawn from ``random``."""
+        fewest, most = counts
+        wanted = int(random.integers(fewest, most + 1))
         needed = [d for d in row.documents if d.doc_id in row.supporting]
         others = [d for d in row.documents if d.doc_id not in row.supporting]
-        chosen = needed[: self._most] + self._others(others, wanted - len(needed), random)
+        chosen = needed[:most] + self._others(others, wanted - len(needed), random)
         chosen += self._strangers(file, chosen, wanted - len(chosen), random)
         order = random.permutation(len(chosen))
         documents = tuple(chosen[i] for i in order)
         drawn = random.integers(len(ratios), size=(views, len(documents)))
+        retold = random.integers(len(documents), size=self._passages)
         return Sample(
             row=row,
             dataset=self._files[file].name,
             documents=documents,
             ratios=tuple(tuple(ratios[i] for i in view) for view in drawn),
-            retold=int(random.integers(len(documents))),
+            others=self._further(file, row, documents, random),
+            passages=tuple(documents[i] for i in retold),
+            places=tuple(random.random(self._passages).tolist()),
         )
+
+    def _further(
+        self, file: int, row: TrainRow, documents: Sequence[Passage], random: np.random.Generator
+    ) -> tuple[TrainRow, ...]:
+        if self._questions == 1:
+            return ()
+        there = {d.doc_id for d in documents}
+        asking = self._asking[file]
+        fitting = [r for d in documents for r in asking.get(d.doc_id, ()) if r is not row]
+        fitting = [r for r in fitting if r.supporting <= there]
+        order = random.permutation(len(fitting))[: self._questions - 1]
+        return tuple(fitting[i] for i in order)
 
     @staticmethod
     def _others(others: list[Passage], count: int, random: np.random.Generator) -> list[Passage]:
@@ -84,3 +112,11 @@ class DocumentSampler:
                 seen.add(passage.doc_id)
                 found.append(passage)
         return found
+
+
+def _rows_by_document(rows: Sequence[TrainRow]) -> dict[str, list[TrainRow]]:
+    """Rows under one of the documents that they need."""
+    found: dict[str, list[TrainRow]] = defaultdict(list)
+    for row in rows:
+        found[min(row.supporting)].append(row)
+    return found

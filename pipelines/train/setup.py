@@ -16,6 +16,7 @@ from c2kv_core.errors import SidecarError
 from c2kv_core.models import model_directory
 from c2kv_core.text import ChatRenderer
 from pipelines.train.config import TrainConfig
+from pipelines.train.control_objective import ControlObjective
 from pipelines.train.objective import Objective
 from pipelines.train.prepare import Preparer
 from pipelines.train.reading import RowFile, read_files
@@ -33,7 +34,7 @@ class TrainingSetup:
     dev_files: list[RowFile]
     preparer: Preparer
     stream: RowStream
-    objective: Objective
+    objective: Objective | ControlObjective
     prefix_ids: list[int]
     prefix: ComposedContext | None
     untrained_digest: str
@@ -82,15 +83,13 @@ def set_up(
         max_part_tokens=config.max_part_tokens,
         # The prefix takes positions too.
         max_row_tokens=min(config.max_row_tokens, hf_adapter.max_positions(model)) - len(prefix_ids),
-        retold_tokens=config.reconstruction.max_tokens if config.reconstruction.weight else 0,
+        reconstruction=config.reconstruction,
     )
     files = read_files(config, config.data)
-    objective = Objective(
-        config,
-        extractor,
-        prefix_ids=prefix_ids,
-        prefix=prefix,
-        retell_ids=preparer.question(config.reconstruction.prompt),
+    objective = (
+        ControlObjective(config, model, extractor.sidecar, prefix_ids=prefix_ids)
+        if config.control
+        else Objective(config, extractor, prefix_ids=prefix_ids, prefix=prefix)
     )
     return TrainingSetup(
         config=config,

@@ -35,8 +35,11 @@ class RowStream:
     def __init__(self, config: TrainConfig, files: Sequence[RowFile], preparer: Preparer) -> None:
         self._config, self._preparer = config, preparer
         self._mixture = Mixture(files, seed=config.seed)
-        fewest, most = config.documents_per_row
-        self._sampler = DocumentSampler(files, fewest=fewest, most=most)
+        self._sampler = DocumentSampler(
+            files,
+            questions=config.questions_per_row,
+            passages=config.reconstruction.passages if config.reconstruction.weight else 0,
+        )
 
     def step(self, step: int, *, rank: int = 0, world: int = 1) -> StepRows:
         """Rows of an optimizer step (from 1) for one of ``world`` workers.
@@ -65,8 +68,15 @@ class RowStream:
 
     def _draw(self, step: int, place: int, attempt: int, file: int, row: TrainRow) -> Sample:
         random = np.random.default_rng([self._config.seed, 3, place, attempt])
-        ratios = self._config.ratios_at(step)
-        return self._sampler.sample(file, row, ratios, random=random, views=self._config.views_per_row)
+        config = self._config
+        return self._sampler.sample(
+            file,
+            row,
+            config.ratios_at(step),
+            counts=config.documents_at(step),
+            random=random,
+            views=config.views_per_row,
+        )
 
     def _usable(self, step: int, place: int, sample: Sample, dropped: Counter[str]) -> Prepared:
         for attempt in range(1, MAX_SUBSTITUTES + 1):

@@ -11,6 +11,7 @@ from pipelines.eval.methods.none import NoDocuments
 from pipelines.eval.methods.reuse import NaiveReuse
 from pipelines.eval.methods.slots import Slots, UntrainedSlots
 from pipelines.eval.methods.truncate import Truncation
+from pipelines.eval.methods.tuned import Tuned, TunedWithoutDocuments
 
 METHODS: dict[str, Callable[[Setup], Method]] = {
     "full": FullCompute,
@@ -20,6 +21,8 @@ METHODS: dict[str, Callable[[Setup], Method]] = {
     "truncate": Truncation,
     "reuse": NaiveReuse,
     "cacheblend": CacheBlend,
+    "tuned": Tuned,
+    "tuned_none": TunedWithoutDocuments,
 }
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from transformers import PreTrainedModel
+
 from c2kv_core import ComposedContext, Compressor
 from pipelines.eval.case import Case
 from pipelines.eval.config import EvalConfig
@@ -32,6 +34,8 @@ class MethodContext:
     """Prefix and documents; None where there is neither."""
     entries: int
     """Cache entries of the documents, a layer."""
+    model: PreTrainedModel | None = None
+    """What answers; None is the base."""
 
 
 class Method(Protocol):
