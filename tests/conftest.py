@@ -1,5 +1,6 @@
 """Options and fixtures shared by all tests."""
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from pipelines.ray_session import ray_session
+from tests.s3_server import S3Server
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
 
@@ -39,6 +41,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _one_thread() -> None:
     """For matrices this small, threads that wait for each other cost far more than they save."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One S3 server for all tests that need it."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty prefix of a bucket, with the settings to reach it in the environment."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://c2kv-tests/{uuid.uuid4().hex}"
 
 
 @pytest.fixture(scope="session")

@@ -120,7 +120,7 @@ def test_an_existing_store_keeps_its_number_of_buckets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("s3://bucket/prefix", "object storage comes with the next release"),
+        ("gs://bucket/prefix", "local directory"),
         ("ftp://host/x", "local directory"),
         ("file://elsewhere/x", "local directory"),
         ("", "directory"),

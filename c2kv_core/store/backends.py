@@ -6,27 +6,24 @@ from urllib.parse import unquote, urlsplit
 
 from c2kv_core.errors import InputError
 from c2kv_core.store.local_storage import LocalStorage
+from c2kv_core.store.s3_storage import S3Storage
 from c2kv_core.store.storage import Storage
-
-_OBJECT_STORAGE = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 
 
 def open_storage(uri: str | os.PathLike[str]) -> Storage:
-    """The storage behind a path, ``file://`` or other URI. Touches nothing yet.
+    """The storage behind a path, ``file://`` or ``s3://`` URI. Touches nothing yet.
 
     Raises:
         InputError: a scheme that is not supported, or a path that cannot hold a store.
     """
     text = os.fspath(uri)
     if not text:
-        raise InputError("expected the directory of a store, got ''")
+        raise InputError("expected the directory or s3:// URI of a store, got ''")
     if "://" not in text:
         return LocalStorage(Path(text))
     parts = urlsplit(text)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return LocalStorage(Path(unquote(parts.path)))
-    if parts.scheme in _OBJECT_STORAGE:
-        raise InputError(
-            f"expected a local directory as store, got {text!r}: object storage comes with the next release"
-        )
-    raise InputError(f"expected a local directory or a file:// URI as store, got {text!r}")
+    if parts.scheme == "s3":
+        return S3Storage(text)
+    raise InputError(f"expected a local directory, a file:// or an s3:// URI as store, got {text!r}")

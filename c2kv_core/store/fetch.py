@@ -1,6 +1,7 @@
-"""From an index row to a verified document, in one range read."""
+"""From index rows to verified documents, in one range read each."""
 
 import time
+from collections.abc import Sequence
 
 from c2kv_core.document import StoredDocument
 from c2kv_core.identity import Identity
@@ -8,22 +9,35 @@ from c2kv_core.store.decode import decode_record
 from c2kv_core.store.failures import first_line
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.row import IndexRow
-from c2kv_core.store.storage import Storage
+from c2kv_core.store.storage import FileRange, Storage
 from c2kv_core.store.timing import ReadTiming
 
 
-def fetch_document(
-    storage: Storage, row: IndexRow, *, identity: Identity, timing: ReadTiming | None = None
-) -> StoredDocument | Miss:
-    """The document at a row's place, or why there is none. Never raises for what storage holds."""
-    try:
-        record = storage.get_range(row.shard, offset=row.offset, length=row.length)
-    except FileNotFoundError:
-        return Miss(reason="missing_shard", detail=f"the shard {row.shard} is gone")
-    except OSError as error:
-        return Miss(reason="unreadable_shard", detail=f"cannot read {row.shard}: {first_line(error)}")
-    started_s = time.monotonic()
-    outcome = decode_record(record, row=row, identity=identity)
-    if timing is not None:
-        timing.verify_s += time.monotonic() - started_s
+def fetch_document(storage: Storage, row: IndexRow, *, identity: Identity) -> StoredDocument | Miss:
+    """The document at one row's place."""
+    (outcome,) = fetch_documents(storage, [row], identity=identity)
     return outcome
+
+
+def fetch_documents(
+    storage: Storage, rows: Sequence[IndexRow], *, identity: Identity, timing: ReadTiming | None = None
+) -> list[StoredDocument | Miss]:
+    """The document at each row's place, or why there is none. Never raises for what storage holds.
+
+    All are asked for at once, so that a remote store is waited for once.
+    """
+    ranges = [FileRange(path=row.shard, offset=row.offset, length=row.length) for row in rows]
+    records = storage.get_ranges(ranges)
+    outcomes: list[StoredDocument | Miss] = []
+    for row, record in zip(rows, records, strict=True):
+        if isinstance(record, FileNotFoundError):
+            outcomes.append(Miss(reason="missing_shard", detail=f"the shard {row.shard} is gone"))
+        elif isinstance(record, OSError):
+            detail = f"cannot read {row.shard}: {first_line(record)}"
+            outcomes.append(Miss(reason="unreadable_shard", detail=detail))
+        else:
+            started_s = time.monotonic()
+            outcomes.append(decode_record(record, row=row, identity=identity))
+            if timing is not None:
+                timing.verify_s += time.monotonic() - started_s
+    return outcomes

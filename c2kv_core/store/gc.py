@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from c2kv_core.errors import InputError
 from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.index import Index
-from c2kv_core.store.names import SHARDS
+from c2kv_core.store.names import PROBES, SHARDS
 from c2kv_core.store.storage import TEMPORARY, Storage
 
 DEFAULT_RETENTION_S = 86_400.0
@@ -42,7 +42,7 @@ def collect_garbage(storage: Storage, index: Index, *, retention_s: float, dry_r
         raise InputError(f"expected a retention of 0 seconds or more, got {retention_s}")
     with as_store_error("collect garbage"):
         # Files first, rows second: what is committed in between is then seen as live.
-        files = [*storage.list_files(SHARDS), *storage.list_files(TEMPORARY)]
+        files = [f for place in (SHARDS, PROBES, TEMPORARY) for f in storage.list_files(place)]
         live = {row.shard for row in index.rows()}
         unneeded = [file for file in files if file.path not in live]
         oldest_kept_s = time.time() - retention_s

@@ -11,7 +11,7 @@ from c2kv_core.identity import Identity
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.counters import Counters
 from c2kv_core.store.failures import as_store_error
-from c2kv_core.store.fetch import fetch_document
+from c2kv_core.store.fetch import fetch_documents
 from c2kv_core.store.gc import DEFAULT_RETENTION_S, GcReport, collect_garbage
 from c2kv_core.store.identities import Identities, check_identity
 from c2kv_core.store.index import Index
@@ -25,6 +25,7 @@ from c2kv_core.store.manifest import (
 )
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.names import bucket_of, check_namespace, check_run
+from c2kv_core.store.probe import probe
 from c2kv_core.store.reader import DEFAULT_REFRESH_S, IndexReader
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
@@ -66,12 +67,12 @@ class KVStore:
         buckets: int = DEFAULT_BUCKETS,
         index_refresh_s: float = DEFAULT_REFRESH_S,
     ) -> Self:
-        """Open the store at a local directory.
+        """Open the store at a directory or a prefix of a bucket.
 
         Args:
-            uri: path or ``file://`` URI.
+            uri: path, ``file://`` or ``s3://`` URI; S3 by the standard AWS settings.
             identity: of the slots to read and write; needed by all that touches slots.
-            create: make the store if the directory is absent or empty. Racing creators are fine.
+            create: make the store if nothing is there, and check that it can be written. Racing creators are fine.
             buckets: partitions of the index of a store made now; an existing store keeps its own.
             index_refresh_s: how old a reader's view of other processes' commits may be, in seconds.
 
@@ -89,11 +90,13 @@ class KVStore:
             raise StoreFormatError(f"no store at {storage.uri}; create one with `c2kv extract`")
         if manifest is None:
             manifest = _create(storage, buckets=buckets)
+        if create:
+            probe(storage)
         return cls(storage, manifest, identity=identity, index_refresh_s=index_refresh_s)
 
     @classmethod
     def find(cls, uri: str | os.PathLike[str], *, identity: Identity | None = None) -> Self | None:
-        """The store at a local directory, or None where one can be made: for checks that must write nothing.
+        """The store at a place, or None where one can be made: for checks that must write nothing.
 
         Raises:
             InputError: a URI that cannot hold a store.
@@ -213,13 +216,15 @@ class KVStore:
             StoreError: the index cannot be read.
         """
         identity = self._required_identity("read slots")
-        outcomes: dict[str, StoredDocument | Miss] = {}
-        for doc_id, row in self.lookup(ids, namespace=namespace).items():
-            if isinstance(row, IndexRow):
-                outcomes[doc_id] = fetch_document(self._storage, row, identity=identity, timing=timing)
-            else:
-                outcomes[doc_id] = row
-            self._count(outcomes[doc_id])
+        found = self.lookup(ids, namespace=namespace)
+        live = {doc_id: row for doc_id, row in found.items() if isinstance(row, IndexRow)}
+        fetched = fetch_documents(self._storage, list(live.values()), identity=identity, timing=timing)
+        by_id = dict(zip(live, fetched, strict=True))
+        outcomes = {
+            doc_id: by_id[doc_id] if isinstance(row, IndexRow) else row for doc_id, row in found.items()
+        }
+        for outcome in outcomes.values():
+            self._count(outcome)
         return outcomes
 
     def delete(self, ids: Iterable[str], *, namespace: str) -> int:

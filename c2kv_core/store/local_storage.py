@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 
 from c2kv_core.errors import InputError
-from c2kv_core.store.storage import TEMPORARY, StoredFile
+from c2kv_core.store.storage import TEMPORARY, FileRange, StoredFile
 
 
 class LocalStorage:
@@ -51,6 +51,15 @@ class LocalStorage:
             whole = mapped.read_buffer()
         # Arrow's own slice does not look at the end of the buffer.
         return whole.slice(offset, max(0, min(length, whole.size - offset)))
+
+    def get_ranges(self, ranges: Sequence[FileRange]) -> list[pa.Buffer | OSError]:
+        found: list[pa.Buffer | OSError] = []
+        for wanted in ranges:
+            try:
+                found.append(self.get_range(wanted.path, offset=wanted.offset, length=wanted.length))
+            except OSError as error:
+                found.append(error)
+        return found
 
     def put(self, path: str, data: pa.Buffer | bytes) -> None:
         target = self._resolve(path)

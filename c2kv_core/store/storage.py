@@ -12,6 +12,10 @@ import pyarrow as pa
 
 TEMPORARY = ".tmp/"
 """Prefix of unfinished files. No reader looks there; ``gc`` empties it."""
+ALIGNMENT = 64
+"""Records begin at multiples of this many bytes of a file, and are handed out at such addresses."""
+GAP_BYTES = 256 * 1024
+"""Largest gap between two ranges of a file that are read as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,55 @@ class StoredFile:
     size_bytes: int
     modified_s: float
     """Seconds since the epoch, by the storage's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRange:
+    """Bytes of a file."""
+
+    path: str
+    """Relative to the root."""
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeGroup:
+    """Ranges that one request reads."""
+
+    whole: FileRange
+    places: tuple[int, ...]
+    """Of the ranges, in the order they were asked for."""
+
+
+def coalesce(ranges: Sequence[FileRange]) -> list[RangeGroup]:
+    """Ranges of one file that nearly touch become one: a request costs more than a few bytes too many."""
+    order = sorted(range(len(ranges)), key=lambda place: (ranges[place].path, ranges[place].offset))
+    groups: list[RangeGroup] = []
+    for place in order:
+        wanted = ranges[place]
+        last = groups[-1] if groups else None
+        end = wanted.offset + wanted.length
+        if last is not None and last.whole.path == wanted.path:
+            so_far = last.whole.offset + last.whole.length
+            if wanted.offset - so_far <= GAP_BYTES:
+                whole = FileRange(
+                    path=wanted.path,
+                    offset=last.whole.offset,
+                    length=max(so_far, end) - last.whole.offset,
+                )
+                groups[-1] = RangeGroup(whole=whole, places=(*last.places, place))
+                continue
+        groups.append(RangeGroup(whole=wanted, places=(place,)))
+    return groups
+
+
+def aligned_buffer(offset: int, length: int) -> tuple[pa.Buffer, memoryview]:
+    """New memory for a range, and a writable view of it; its address and ``offset`` are congruent modulo 64."""
+    lead = offset % ALIGNMENT
+    memory = pa.allocate_buffer(lead + length)
+    # Arrow hands its own allocations out as multiples of 64.
+    return memory.slice(lead, length), memoryview(memory).cast("B")[lead:]
 
 
 class Storage(Protocol):
@@ -51,6 +104,10 @@ class Storage(Protocol):
         Without a copy where the back end can map files. The buffer's address and ``offset`` are
         congruent modulo 64, so what is aligned in the file is aligned in memory.
         """
+        ...
+
+    def get_ranges(self, ranges: Sequence[FileRange]) -> list[pa.Buffer | OSError]:
+        """``get_range`` of each, in the order given; what fails is given back as its error."""
         ...
 
     def put(self, path: str, data: pa.Buffer | bytes) -> None:

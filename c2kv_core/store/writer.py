@@ -7,7 +7,7 @@ from c2kv_core.document import StoredDocument
 from c2kv_core.errors import StoreError
 from c2kv_core.identity import Identity
 from c2kv_core.store.failures import as_store_error
-from c2kv_core.store.fetch import fetch_document
+from c2kv_core.store.fetch import fetch_documents
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.names import bucket_of, new_shard_path
 from c2kv_core.store.row import IndexRow
@@ -53,8 +53,7 @@ def write_shard(
 
 
 def _check_reads_back(storage: Storage, rows: Sequence[IndexRow], identity: Identity) -> None:
-    for row in rows:
-        outcome = fetch_document(storage, row, identity=identity)
+    for row, outcome in zip(rows, fetch_documents(storage, rows, identity=identity), strict=True):
         if isinstance(outcome, Miss):
             # Nobody knows the shard, so gc takes it.
             raise StoreError(
