@@ -36,9 +36,9 @@ class Identity:
     residual: str
     max_part_tokens: int
     slot_dtype: str
-    """``float32``, ``bfloat16`` or ``float16``."""
+    """``float32``, ``bfloat16`` or ``float16``: of the slots as they are used."""
     quantisation: str
-    """``none`` or the name of a slot codec."""
+    """Slot codec they are stored by: ``none`` or ``int8``."""
 
     @property
     def canonical_json(self) -> str:

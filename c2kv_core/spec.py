@@ -12,13 +12,13 @@ from c2kv_core import hf_adapter
 from c2kv_core.alias import ALIASES
 from c2kv_core.architecture import check_supported, rope_parameters
 from c2kv_core.base_digest import base_digest
-from c2kv_core.errors import RatioError, SidecarError
+from c2kv_core.errors import InputError, RatioError, SidecarError
 from c2kv_core.identity import Identity
 from c2kv_core.models import load_tokenizer, model_directory, parse_dtype
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SidecarConfig
 from c2kv_core.slots import check_ratio
-from c2kv_core.store import FORMAT_VERSION
+from c2kv_core.store import CODECS, FORMAT_VERSION
 from c2kv_core.text import RENDERING_VERSION, SPLITTER_VERSION, ChatRenderer
 
 
@@ -38,7 +38,9 @@ class CompressorSpec:
     """Computing dtype."""
     device: str = "cpu"
     slot_dtype: str = "bfloat16"
-    """Dtype in which slots are stored."""
+    """Dtype of slots between extraction and use."""
+    quantisation: str = "none"
+    """Codec by which slots are stored: ``none`` or ``int8``."""
 
     def __post_init__(self) -> None:
         if not self.ratios:
@@ -47,6 +49,8 @@ class CompressorSpec:
             check_ratio(ratio)
         parse_dtype(self.dtype)
         parse_dtype(self.slot_dtype)
+        if self.quantisation not in CODECS:
+            raise InputError(f"expected quantisation {' or '.join(CODECS)}, got {self.quantisation!r}")
 
     def sidecar_directory(self) -> Path | None:
         """Where the sidecar is; None means an untrained one."""
@@ -113,7 +117,7 @@ class CompressorSpec:
                 residual=settings.residual,
                 max_part_tokens=settings.max_part_tokens,
                 slot_dtype=self.slot_dtype,
-                quantisation="none",
+                quantisation=self.quantisation,
             )
             for ratio in self.ratios
         }

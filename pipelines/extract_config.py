@@ -28,7 +28,9 @@ class ExtractConfig(Config):
     limit: int | None = Field(default=None, ge=1)
     """Take only this many documents, from the start of the corpus."""
     slot_dtype: str = "bfloat16"
-    """Dtype of stored slots: float32, bfloat16 or float16."""
+    """Dtype of slots between extraction and use: float32, bfloat16 or float16."""
+    quantisation: str = "none"
+    """Codec by which slots are stored: none, or int8 for half the bytes of bfloat16."""
     dtype: str = "float32"
     """Computing dtype."""
     device: str = "cpu"
@@ -64,4 +66,5 @@ class ExtractConfig(Config):
             dtype=self.dtype,
             device=self.device,
             slot_dtype=self.slot_dtype,
+            quantisation=self.quantisation,
         )

@@ -35,7 +35,9 @@ class ServeConfig(Config):
     device: str = "cpu"
     """Torch device of the model, inside the replica."""
     slot_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Dtype of stored slots; part of their identity."""
+    """Dtype of slots between extraction and use; part of their identity."""
+    quantisation: Literal["none", "int8"] = "none"
+    """Codec by which the store's slots are kept; part of their identity."""
 
     num_replicas: int = Field(default=1, ge=1)
     """Replicas of the generator, each with its own model."""
@@ -128,4 +130,5 @@ class ServeConfig(Config):
             dtype=self.dtype,
             device=self.device,
             slot_dtype=self.slot_dtype,
+            quantisation=self.quantisation,
         )

@@ -1,6 +1,7 @@
 """Compressed documents on disk: written once, published by one commit, verified on every read."""
 
 from c2kv_core.store.backends import open_storage
+from c2kv_core.store.codecs import CODECS, LayerShape, as_stored
 from c2kv_core.store.gc import GcReport
 from c2kv_core.store.kvstore import KVStore
 from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION
@@ -13,11 +14,13 @@ from c2kv_core.store.timing import ReadTiming
 from c2kv_core.store.verify import Problem, VerifyReport
 
 __all__ = [
+    "CODECS",
     "DEFAULT_BUCKETS",
     "FORMAT_VERSION",
     "GcReport",
     "IndexRow",
     "KVStore",
+    "LayerShape",
     "Miss",
     "MissReason",
     "Problem",
@@ -26,6 +29,7 @@ __all__ = [
     "Storage",
     "StoredFile",
     "VerifyReport",
+    "as_stored",
     "check_namespace",
     "open_storage",
 ]

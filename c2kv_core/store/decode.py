@@ -3,7 +3,6 @@
 import warnings
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,10 @@ from torch import Tensor
 from c2kv_core.document import CompressedDocument, StoredDocument
 from c2kv_core.identity import Identity
 from c2kv_core.store.checksum import digest, layer_checksums, part_checksum
+from c2kv_core.store.codecs import CODECS, LayerShape
 from c2kv_core.store.failures import ARROW_ERRORS, first_line
 from c2kv_core.store.miss import Miss, MissReason
-from c2kv_core.store.record import ALIGNMENT_BYTES, DTYPES, METADATA, RECORD_SCHEMA
+from c2kv_core.store.record import ALIGNMENT_BYTES, DTYPES, METADATA, RECORD_SCHEMA, layer_bytes
 from c2kv_core.store.row import IndexRow
 
 with warnings.catch_warnings():
@@ -51,8 +51,8 @@ def decode_record(record: pa.Buffer, *, row: IndexRow, identity: Identity) -> St
     """The document that an index row promises, from the bytes at its place; all parts or none.
 
     Checks length, head checksum, which document and version it is, geometry, and the checksums of
-    metadata and of every layer. The tensors are views of ``record`` and keep it alive; writing to them
-    is an error (a mapped file is read only).
+    metadata and of every layer. Without quantisation the tensors are views of ``record`` and keep it alive; writing
+    to them is an error (a mapped file is read only).
     """
     try:
         parts = _parse(record, row)
@@ -130,7 +130,7 @@ def _check_geometry(part: _Part, identity: Identity) -> None:
         "dtype": identity.slot_dtype,
         "quantisation": identity.quantisation,
         "slots": len(part.slot_positions),
-        "kv_length": prod(_shape(part.metadata)) * DTYPES[identity.slot_dtype].itemsize,
+        "kv_length": identity.geometry.layers * _layer_bytes(part, identity),
     }
     for name, value in expected.items():
         _check_equal("wrong_geometry", name, expected=value, came=part.metadata[name])
@@ -176,8 +176,14 @@ def _is_zero(buffer: pa.Buffer) -> bool:
     return data.count(0) == len(data)
 
 
-def _shape(metadata: dict[str, Any]) -> tuple[int, int, int, int, int]:
-    return (metadata["layers"], 2, metadata["kv_heads"], metadata["slots"], metadata["head_dim"])
+def _layer_bytes(part: _Part, identity: Identity) -> int:
+    return layer_bytes(
+        kv_heads=identity.geometry.kv_heads,
+        slots=len(part.slot_positions),
+        head_dim=identity.geometry.head_dim,
+        dtype=identity.slot_dtype,
+        quantisation=identity.quantisation,
+    )
 
 
 def _kv(part: _Part) -> pa.Buffer:
@@ -185,18 +191,21 @@ def _kv(part: _Part) -> pa.Buffer:
 
 
 def _tensors(part: _Part) -> CompressedDocument:
-    kv_L2KMH = _view(_kv(part), DTYPES[part.metadata["dtype"]]).view(_shape(part.metadata))
+    told = part.metadata
+    shape = LayerShape(kv_heads=told["kv_heads"], slots=told["slots"], head_dim=told["head_dim"])
+    stored = _view(_kv(part)).view(told["layers"], -1 if part.metadata["kv_length"] else 0)
+    keys, values = CODECS[told["quantisation"]].decode(stored, shape, DTYPES[told["dtype"]])
     return CompressedDocument(
-        keys=kv_L2KMH[:, 0],
-        values=kv_L2KMH[:, 1],
+        keys=keys,
+        values=values,
         slot_positions=torch.from_numpy(part.slot_positions.astype(np.int64)),
         num_tokens=part.metadata["source_tokens"],
         ratio=part.metadata["ratio"],
     )
 
 
-def _view(buffer: pa.Buffer, dtype: torch.dtype) -> Tensor:
-    """A tensor over the buffer's own memory, which it keeps alive."""
+def _view(buffer: pa.Buffer) -> Tensor:
+    """A uint8 tensor over the buffer's own memory, which it keeps alive."""
     if buffer.size == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memoryview(buffer), dtype=dtype)
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memoryview(buffer), dtype=torch.uint8)

@@ -5,6 +5,7 @@ from typing import Any
 
 from c2kv_core.errors import IdentityError
 from c2kv_core.identity import Identity
+from c2kv_core.store.codecs import CODECS
 from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.manifest import FORMAT_VERSION
 from c2kv_core.store.names import identity_path
@@ -24,7 +25,7 @@ def check_identity(identity: Identity) -> Identity:
     supported: dict[str, list[Any]] = {
         "format_version": [FORMAT_VERSION],
         "slot_dtype": sorted(DTYPES),
-        "quantisation": ["none"],
+        "quantisation": sorted(CODECS),
     }
     for name, allowed in supported.items():
         came = getattr(identity, name)

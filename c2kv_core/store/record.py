@@ -1,8 +1,8 @@
 """The record: one document as one Arrow record batch, a row a part.
 
-A record describes itself: all columns before ``kv`` say what the bytes are, ``kv`` holds them laid out
-(layer, k/v, head, slot, dim). Arrow aligns buffers to 8 bytes only, so each ``kv`` value starts with up to
-63 zero bytes that bring its KV to a 64-byte offset of the *file*; ``kv_offset`` counts them.
+A record describes itself: all columns before ``kv`` say what the bytes are, ``kv`` holds them layer by layer, laid
+out as the codec that ``quantisation`` names does it. Arrow aligns buffers to 8 bytes only, so each ``kv`` value starts
+with up to 63 zero bytes that bring its KV to a 64-byte offset of the *file*; ``kv_offset`` counts them.
 
 The record's *head* is everything before the first ``kv`` value. All bytes are covered: the head by a
 checksum in the index row, KV by a checksum a layer, padding by being zero.
@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from torch import Tensor
 
-from c2kv_core.document import CompressedDocument, StoredDocument
+from c2kv_core.document import StoredDocument
 from c2kv_core.store.checksum import CHECKSUM_BYTES, layer_checksums, part_checksum
+from c2kv_core.store.codecs import CODECS, LayerShape
 
 ALIGNMENT_BYTES = 64
 
@@ -89,15 +89,19 @@ def encode_record(
     return EncodedRecord(batch=_batch(rows, kv), head_length=head_length)
 
 
-def kv_shape(part: CompressedDocument) -> tuple[int, int, int, int, int]:
-    """(L, 2, K, M, H), the layout of a part's KV bytes."""
-    layers, kv_heads, slots, head_dim = part.keys.shape
-    return (layers, 2, kv_heads, slots, head_dim)
+def layer_bytes(*, kv_heads: int, slots: int, head_dim: int, dtype: str, quantisation: str) -> int:
+    """Bytes of one layer of a part."""
+    shape = LayerShape(kv_heads=kv_heads, slots=slots, head_dim=head_dim)
+    return CODECS[quantisation].layer_bytes(shape, DTYPES[dtype])
 
 
 def _describe(document: StoredDocument, index: int, fingerprint: str, quantisation: str) -> dict[str, Any]:
     part = document.parts[index]
-    layers, _, kv_heads, slots, head_dim = kv_shape(part)
+    layers, kv_heads, slots, head_dim = part.keys.shape
+    dtype = str(part.keys.dtype).removeprefix("torch.")
+    size = layer_bytes(
+        kv_heads=kv_heads, slots=slots, head_dim=head_dim, dtype=dtype, quantisation=quantisation
+    )
     return {
         "namespace": document.namespace,
         "doc_id": document.doc_id,
@@ -109,13 +113,13 @@ def _describe(document: StoredDocument, index: int, fingerprint: str, quantisati
         "source_tokens": part.num_tokens,
         "slots": slots,
         "ratio": part.ratio,
-        "dtype": str(part.keys.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "quantisation": quantisation,
         "layers": layers,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "kv_offset": 0,
-        "kv_length": part.kv_bytes,
+        "kv_length": layers * size,
         "slot_positions": part.slot_positions.to("cpu", torch.int32).numpy(),
         "layer_checksums": [bytes(CHECKSUM_BYTES)] * layers,
         "checksum": bytes(CHECKSUM_BYTES),
@@ -129,7 +133,9 @@ def _fill(document: StoredDocument, rows: list[dict[str, Any]], values_length: i
     for part, row in zip(document.parts, rows, strict=True):
         start = ends[-1] + row["kv_offset"]
         ends.append(start + row["kv_length"])
-        _copy_kv(part, values[start : ends[-1]])
+        if row["kv_length"]:
+            target = values[start : ends[-1]].view(row["layers"], -1)
+            CODECS[row["quantisation"]].encode(part.keys, part.values, target)
         kv = pa.py_buffer(values.numpy()).slice(start, row["kv_length"])
         row["layer_checksums"] = layer_checksums(kv, layers=row["layers"])
         row["checksum"] = part_checksum(
@@ -141,14 +147,6 @@ def _fill(document: StoredDocument, rows: list[dict[str, Any]], values_length: i
     return pa.LargeBinaryArray.from_buffers(
         pa.large_binary(), len(rows), [None, offsets, pa.py_buffer(values.numpy())]
     )
-
-
-def _copy_kv(part: CompressedDocument, target: Tensor) -> None:
-    # The one copy on the way out: straight from the model's tensors, wherever they are, to file order.
-    if part.kv_bytes:
-        kv_L2KMH = target.view(part.keys.dtype).view(kv_shape(part))
-        kv_L2KMH[:, 0].copy_(part.keys)
-        kv_L2KMH[:, 1].copy_(part.values)
 
 
 def _batch(rows: list[dict[str, Any]], kv: pa.Array) -> pa.RecordBatch:

@@ -52,6 +52,8 @@ class EvalConfig(Config):
     """Computing dtype."""
     slot_dtype: str = "bfloat16"
     """Dtype in which slots, and reused keys and values, are kept between extraction and use."""
+    quantisation: str = "none"
+    """Codec by which slots are kept: none or int8."""
     device: str = "cpu"
     """Torch device: cpu or cuda."""
     threads: int | None = Field(default=None, ge=1)
@@ -73,4 +75,5 @@ class EvalConfig(Config):
             dtype=self.dtype,
             device=self.device,
             slot_dtype=self.slot_dtype,
+            quantisation=self.quantisation,
         )

@@ -117,7 +117,7 @@ class _Run:
             score=score(text, case.question.answers),
             nll=said.nll,
             source_tokens=case.source_tokens,
-            cache_bytes=made.entries * self._entry_bytes,
+            cache_bytes=made.entries * self._entry_bytes if made.stored_bytes is None else made.stored_bytes,
             elapsed_s=shared_s + time.perf_counter() - started,
         )
 

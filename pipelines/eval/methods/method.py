@@ -34,6 +34,8 @@ class MethodContext:
     """Prefix and documents; None where there is neither."""
     entries: int
     """Cache entries of the documents, a layer."""
+    stored_bytes: int | None = None
+    """Bytes of these where they are stored otherwise than as entries of the slot dtype."""
     model: PreTrainedModel | None = None
     """What answers; None is the base."""
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from c2kv_core import Compressor, Extractor, Sidecar, compose
+from c2kv_core.store import as_stored
 from pipelines.eval.case import Case
 from pipelines.eval.methods.method import MethodContext, Setup
 
@@ -13,18 +14,23 @@ class Slots:
     def __init__(self, setup: Setup) -> None:
         self._compressor = setup.compressor
         self._ratios = setup.ratios
+        self._quantisation = setup.config.quantisation
 
     def contexts(self, case: Case) -> list[MethodContext]:
         """See ``Method``."""
         compressed = self._compressor.compress(case.documents, self._ratios)
         made = []
         for ratio in self._ratios:
-            parts = [part for document in compressed[ratio] for part in document]
+            stored = [
+                as_stored(part, self._quantisation) for document in compressed[ratio] for part in document
+            ]
+            parts = [part for part, _ in stored]
             made.append(
                 MethodContext(
                     ratio=ratio,
                     context=compose(self._compressor.model, case.prefix, parts),
                     entries=sum(part.num_slots for part in parts),
+                    stored_bytes=sum(size for _, size in stored),
                 )
             )
         return made
