@@ -15,7 +15,7 @@ from c2kv_core.store import IndexRow, KVStore
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
-Uri = Annotated[str, typer.Argument(help="Directory of the store.")]
+Uri = Annotated[str, typer.Argument(help="Directory or s3:// URI of the store.")]
 Namespace = Annotated[str | None, typer.Option(help="Only this tenant.")]
 Fingerprint = Annotated[str | None, typer.Option(help="Only this fingerprint, or its beginning.")]
 
@@ -94,23 +94,28 @@ def verify(
     uri: Uri,
     namespace: Namespace = None,
     sample: Annotated[float, typer.Option(help="Share of the records to read, above 0 up to 1.")] = 1.0,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Drop damaged records, so that the next extraction makes them again."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read and check records; exit code 1 when anything is wrong."""
-    report = KVStore.open(uri).verify(namespace=namespace, fraction=sample)
+    report = KVStore.open(uri).verify(namespace=namespace, fraction=sample, repair=repair)
     if as_json:
-        print_json({**asdict(report), "ok": report.ok})
+        print_json(report.to_dict())
     else:
-        out = Console(highlight=False)
+        out = Console(highlight=False, soft_wrap=True)
         verdict = "all sound" if report.ok else f"{len(report.problems)} damaged"
         out.print(f"{report.documents:,} records, {report.bytes / 2**20:,.1f} MiB read, {verdict}")
         for problem in report.problems:
-            out.print(f"  {problem.namespace}/{problem.doc_id}: {problem.reason}: {problem.detail}")
+            row = problem.row
+            out.print(f"  {row.namespace}/{row.doc_id}: {problem.reason}: {problem.detail}", markup=False)
     if not report.ok:
-        raise StoreError(
-            f"{len(report.problems)} of {report.documents} records are damaged; remove them with `c2kv store rm` and "
-            "run `c2kv extract` again"
-        )
+        todo = "`c2kv store verify --repair` drops them, then `c2kv extract` makes them again"
+        if report.dropped is not None:
+            todo = f"{report.dropped} were dropped and noted under quarantine/; run `c2kv extract` to make them again"
+        raise StoreError(f"{len(report.problems)} of {report.documents} records are damaged; {todo}")
 
 
 @app.command("rm")
@@ -120,7 +125,7 @@ def rm(
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Remove documents at every fingerprint, and their texts; `gc` frees shards that hold no other document."""
+    """Remove documents at every fingerprint, and their texts; `gc` then frees their bytes."""
     store = KVStore.open(uri)
     known = {row.doc_id for row in store.rows(namespace=namespace)}
     missing = [doc_id for doc_id in dict.fromkeys(doc_ids) if doc_id not in known]
@@ -142,17 +147,25 @@ def gc(
     ] = 86_400.0,
     as_json: AsJson = False,
 ) -> None:
-    """Remove shards that no live document needs."""
+    """Remove what no live document needs: shards, dead records inside shards, old files of the tables."""
     report = KVStore.open(uri).gc(dry_run=dry_run, retention_s=retention_s)
     if as_json:
         print_json(asdict(report))
         return
-    verb = "would be removed" if dry_run else "removed"
-    Console(soft_wrap=True).print(
-        f"{len(report.removed)} files, {report.removed_bytes / 2**20:,.1f} MiB {verb}; "
-        f"{report.kept_young} kept for being young; {report.live_shards} shards hold live documents, and "
-        "keep the bytes of documents removed from among them"
+    would = "would be " if dry_run else ""
+    files = len(report.removed) + len(report.table_files)
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(f"{files} files {would}removed, {report.removed_bytes / 2**20:,.1f} MiB of shards among them")
+    out.print(
+        f"{len(report.rewritten)} shards {would}written anew without {report.erased_bytes / 2**20:,.1f} MiB of "
+        "records that are no longer live"
     )
+    out.print(f"{report.kept_young} kept for being young; {report.live_shards} shards hold live documents")
+    if report.unreadable:
+        raise StoreError(
+            f"{len(report.unreadable)} shards keep the bytes of removed documents, because a live record in them is "
+            "damaged; run `c2kv store verify --repair`, then this again"
+        )
 
 
 def _grouped(rows: Iterable[IndexRow]) -> dict[tuple[str, str], list[IndexRow]]:

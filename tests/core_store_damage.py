@@ -179,7 +179,7 @@ def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
     (Path(store.uri) / "fingerprints" / f"{other.fingerprint}.json").write_text("{}")
     report = KVStore.open(store.uri).verify()
     assert not report.ok
-    found = sorted((p.namespace, p.doc_id, p.reason) for p in report.problems)
+    found = sorted((p.row.namespace, p.row.doc_id, p.reason) for p in report.problems)
     assert found == [("acme", "d0", "missing_identity"), ("acme", "d3", "damaged_layer")]
     assert store.verify(fraction=0.3).documents == 3
     assert store.verify(namespace="other").documents == 0

@@ -17,7 +17,14 @@ from c2kv_core.store.checksum import digest, layer_checksums, part_checksum
 from c2kv_core.store.codecs import CODECS, LayerShape
 from c2kv_core.store.failures import ARROW_ERRORS, first_line
 from c2kv_core.store.miss import Miss, MissReason
-from c2kv_core.store.record import ALIGNMENT_BYTES, DTYPES, METADATA, RECORD_SCHEMA, layer_bytes
+from c2kv_core.store.record import (
+    ALIGNMENT_BYTES,
+    DTYPES,
+    METADATA,
+    RECORD_SCHEMA,
+    RecordContent,
+    layer_bytes,
+)
 from c2kv_core.store.row import IndexRow
 
 with warnings.catch_warnings():
@@ -55,13 +62,7 @@ def decode_record(record: pa.Buffer, *, row: IndexRow, identity: Identity) -> St
     to them is an error (a mapped file is read only).
     """
     try:
-        parts = _parse(record, row)
-        _check_is_promised(parts, row)
-        for part in parts:
-            _check_geometry(part, identity)
-        _check_place(record, row, parts)
-        for part in parts:
-            _check_sums(part)
+        parts = _verified(record, row, identity)
     except _Rejected as rejected:
         return rejected.miss
     return StoredDocument(
@@ -71,6 +72,39 @@ def decode_record(record: pa.Buffer, *, row: IndexRow, identity: Identity) -> St
         title=str(parts[0].metadata["title"]),
         parts=tuple(_tensors(part) for part in parts),
     )
+
+
+def reuse_record(record: pa.Buffer, *, row: IndexRow, identity: Identity) -> RecordContent | Miss:
+    """What a record holds, checked as ``decode_record`` does, to be laid out anew bit for bit."""
+    try:
+        parts = _verified(record, row, identity)
+    except _Rejected as rejected:
+        return rejected.miss
+
+    def fill(index: int, target: Tensor) -> None:
+        target.copy_(_view(_kv(parts[index])))
+
+    rows = [
+        {
+            **part.metadata,
+            "slot_positions": part.slot_positions,
+            "layer_checksums": part.layer_sums,
+            "checksum": part.checksum,
+        }
+        for part in parts
+    ]
+    return RecordContent(rows=rows, fill=fill)
+
+
+def _verified(record: pa.Buffer, row: IndexRow, identity: Identity) -> list[_Part]:
+    parts = _parse(record, row)
+    _check_is_promised(parts, row)
+    for part in parts:
+        _check_geometry(part, identity)
+    _check_place(record, row, parts)
+    for part in parts:
+        _check_sums(part)
+    return parts
 
 
 def _parse(record: pa.Buffer, row: IndexRow) -> list[_Part]:

@@ -1,9 +1,8 @@
-"""Removing files that no live row needs.
+"""Removing what no live row needs: files, dead records inside shards, old files of the tables.
 
-A shard is removed when no row of the index names it and it is older than the retention. The retention
-protects shards that a running job has written and not yet committed, and readers with an old view of the
-index: it must exceed the longest job's time between the two. A shard with any live document stays whole,
-so the bytes of a deleted document remain until every other document of its shard is replaced or deleted.
+What is younger than the retention stays. It protects shards that a running job has written and not yet committed: it
+must exceed the longest job's time between the two. Readers with an old view of the index look again. A shard that holds
+both live and dead records is written anew without the dead ones, so that an erased document's bytes are gone.
 """
 
 import time
@@ -11,9 +10,12 @@ from dataclasses import dataclass
 
 from c2kv_core.errors import InputError
 from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
 from c2kv_core.store.names import PROBES, SHARDS
+from c2kv_core.store.rewrite import DeadBytes, find_dead, rewrite
 from c2kv_core.store.storage import TEMPORARY, Storage
+from c2kv_core.store.texts import Texts
 
 DEFAULT_RETENTION_S = 86_400.0
 
@@ -29,31 +31,59 @@ class GcReport:
     kept_young: int
     """Files that no row needs, kept for being younger than the retention."""
     live_shards: int
+    rewritten: tuple[str, ...]
+    """Shards that were written anew without their dead records; they are among ``removed``."""
+    erased_bytes: int
+    """Dead bytes in these."""
+    unreadable: tuple[str, ...]
+    """Shards with dead records that stay, because a live one in them is damaged: see ``verify``."""
+    table_files: tuple[str, ...]
+    """Files of the tables ``index/`` and ``documents/`` that no version within the retention needs."""
 
 
-def collect_garbage(storage: Storage, index: Index, *, retention_s: float, dry_run: bool) -> GcReport:
-    """Remove unneeded shards and unfinished files older than ``retention_s`` seconds.
+def collect_garbage(
+    storage: Storage,
+    index: Index,
+    texts: Texts,
+    identities: Identities,
+    *,
+    retention_s: float,
+    dry_run: bool,
+) -> GcReport:
+    """Remove what is unneeded and older than ``retention_s`` seconds.
 
     Raises:
         InputError: negative retention.
-        StoreError: I/O error.
+        StoreError: I/O error or lasting write conflict.
     """
     if not retention_s >= 0:
         raise InputError(f"expected a retention of 0 seconds or more, got {retention_s}")
     with as_store_error("collect garbage"):
+        oldest_kept_s = time.time() - retention_s
+        dead = _dead_records(storage, index, oldest_kept_s)
+        rewritten = [one for one in dead if dry_run or rewrite(storage, index, identities, one)]
         # Files first, rows second: what is committed in between is then seen as live.
         files = [f for place in (SHARDS, PROBES, TEMPORARY) for f in storage.list_files(place)]
         live = {row.shard for row in index.rows()}
         unneeded = [file for file in files if file.path not in live]
-        oldest_kept_s = time.time() - retention_s
         old = [file for file in unneeded if file.modified_s <= oldest_kept_s]
         if not dry_run:
             for file in old:
                 storage.delete(file.path)
+        tables = [t.maintain(retention_s=retention_s, dry_run=dry_run) for t in (index.table, texts.table)]
     return GcReport(
         dry_run=dry_run,
         removed=tuple(file.path for file in old),
         removed_bytes=sum(file.size_bytes for file in old),
         kept_young=len(unneeded) - len(old),
         live_shards=len(live),
+        rewritten=tuple(one.shard for one in rewritten),
+        erased_bytes=sum(one.dead_bytes for one in rewritten),
+        unreadable=tuple(one.shard for one in dead if one not in rewritten),
+        table_files=tuple(path for paths in tables for path in paths),
     )
+
+
+def _dead_records(storage: Storage, index: Index, oldest_kept_s: float) -> list[DeadBytes]:
+    old = [file for file in storage.list_files(SHARDS) if file.modified_s <= oldest_kept_s]
+    return find_dead(storage, old, index.rows())

@@ -1,6 +1,7 @@
 """The Delta table ``index/``: one live row a (namespace, doc_id, fingerprint)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -29,6 +30,9 @@ INDEX_SCHEMA: pa.Schema = pa.schema(
 )
 
 _ROW_GROUP_ROWS = 65_536
+
+_PLACE = ("shard", "offset")
+"""What tells a version of a document's record from another."""
 
 _STORED = [name for name in INDEX_SCHEMA.names if name != "bucket"]
 
@@ -59,6 +63,28 @@ class Index:
     def delete(self, namespace: str, doc_ids: Iterable[str]) -> int:
         """Remove the rows of documents under every fingerprint; how many went."""
         return self.table.delete(document_keys(namespace, doc_ids, buckets=self.buckets))
+
+    def move(self, places: Mapping[IndexRow, IndexRow]) -> int:
+        """Point rows to new places, each only if it is still as given; how many were."""
+        columns: dict[str, list[Any]] = {
+            name: [getattr(row, name) for row in places.values()] for name in INDEX_SCHEMA.names
+        }
+        source = pa.table(columns, schema=INDEX_SCHEMA)
+        for name in _PLACE:
+            before = pa.array([getattr(row, name) for row in places], INDEX_SCHEMA.field(name).type)
+            source = source.append_column(f"before_{name}", before)
+        return self.table.update_where(
+            source,
+            columns=("shard", "offset", "length", "head_length", "head_checksum"),
+            predicate=" AND ".join(f"target.{name} = source.before_{name}" for name in _PLACE),
+        )
+
+    def drop(self, rows: Iterable[IndexRow]) -> int:
+        """Remove rows, each only if it is still as given; how many were."""
+        rows = list(rows)
+        columns = {name: [getattr(row, name) for row in rows] for name in INDEX_SCHEMA.names}
+        predicate = " AND ".join(f"target.{name} = source.{name}" for name in _PLACE)
+        return self.table.delete_where(pa.table(columns, schema=INDEX_SCHEMA), predicate=predicate)
 
     def files(self) -> dict[int, tuple[str, ...]]:
         """The newest version's files by bucket."""

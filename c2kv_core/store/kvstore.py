@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Self
 
 from c2kv_core.document import StoredDocument
@@ -26,6 +27,7 @@ from c2kv_core.store.manifest import (
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.names import bucket_of, check_namespace, check_run
 from c2kv_core.store.probe import probe
+from c2kv_core.store.quarantine import quarantine
 from c2kv_core.store.reader import DEFAULT_REFRESH_S, IndexReader
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
@@ -216,13 +218,12 @@ class KVStore:
             StoreError: the index cannot be read.
         """
         identity = self._required_identity("read slots")
-        found = self.lookup(ids, namespace=namespace)
-        live = {doc_id: row for doc_id, row in found.items() if isinstance(row, IndexRow)}
-        fetched = fetch_documents(self._storage, list(live.values()), identity=identity, timing=timing)
-        by_id = dict(zip(live, fetched, strict=True))
-        outcomes = {
-            doc_id: by_id[doc_id] if isinstance(row, IndexRow) else row for doc_id, row in found.items()
-        }
+        outcomes = self._fetch(ids, namespace, identity, timing)
+        lost = [i for i, o in outcomes.items() if isinstance(o, Miss) and o.reason == "missing_shard"]
+        if lost:
+            # gc may have moved them since the index was read.
+            self._reader.invalidate()
+            outcomes |= self._fetch(lost, namespace, identity, timing)
         for outcome in outcomes.values():
             self._count(outcome)
         return outcomes
@@ -307,21 +308,34 @@ class KVStore:
         if explanation is not None:
             raise IdentityError(f"{explanation}; open with what made them, or extract again")
 
-    def verify(self, *, namespace: str | None = None, fraction: float = 1.0, seed: int = 0) -> VerifyReport:
+    def verify(
+        self, *, namespace: str | None = None, fraction: float = 1.0, seed: int = 0, repair: bool = False
+    ) -> VerifyReport:
         """Read and check all live records of all identities, or a random fraction of them.
+
+        Args:
+            namespace: only this tenant's.
+            fraction: share of the records, above 0 up to 1.
+            seed: of the choice.
+            repair: note damaged records under ``quarantine/`` and drop their rows, so that the next extraction makes
+                them again. A record that could not be read for another reason than damage keeps its row.
 
         Raises:
             InputError: fraction not in (0, 1].
-            StoreError: the index cannot be read.
+            StoreError: the index cannot be read or written.
         """
-        return verify_rows(
-            self._storage, self._identities, self.rows(namespace=namespace), fraction=fraction, seed=seed
-        )
+        rows = self.rows(namespace=namespace)
+        report = verify_rows(self._storage, self._identities, rows, fraction=fraction, seed=seed)
+        if repair:
+            dropped = quarantine(self._storage, self._index, report.problems)
+            self._reader.invalidate()
+            report = replace(report, dropped=dropped)
+        return report
 
     def gc(self, *, dry_run: bool = False, retention_s: float = DEFAULT_RETENTION_S) -> GcReport:
-        """Remove shards without a live document, and unfinished files, older than the retention.
+        """Remove what no live document needs and is older than the retention; see ``store.gc``.
 
-        Shards that still hold one live document stay whole, deleted documents' bytes included.
+        Safe beside readers and, with a sufficient retention, beside writers.
 
         Args:
             dry_run: only report.
@@ -331,7 +345,26 @@ class KVStore:
             InputError: negative retention.
             StoreError: I/O error.
         """
-        return collect_garbage(self._storage, self._index, retention_s=retention_s, dry_run=dry_run)
+        try:
+            return collect_garbage(
+                self._storage,
+                self._index,
+                self._texts,
+                self._identities,
+                retention_s=retention_s,
+                dry_run=dry_run,
+            )
+        finally:
+            self._reader.invalidate()
+
+    def _fetch(
+        self, ids: Iterable[str], namespace: str, identity: Identity, timing: ReadTiming | None
+    ) -> dict[str, StoredDocument | Miss]:
+        found = self.lookup(ids, namespace=namespace)
+        live = {doc_id: row for doc_id, row in found.items() if isinstance(row, IndexRow)}
+        fetched = fetch_documents(self._storage, list(live.values()), identity=identity, timing=timing)
+        by_id = dict(zip(live, fetched, strict=True))
+        return {doc_id: by_id[doc_id] if isinstance(row, IndexRow) else row for doc_id, row in found.items()}
 
     def _own_row(self, doc_id: str, rows: tuple[IndexRow, ...], identity: Identity) -> IndexRow | Miss:
         own = next((row for row in rows if row.fingerprint == self._fingerprint), None)

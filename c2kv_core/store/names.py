@@ -13,6 +13,8 @@ from c2kv_core.errors import InputError
 
 SHARDS = "shards/"
 FINGERPRINTS = "fingerprints/"
+QUARANTINE = "quarantine/"
+"""Notes of damaged records that were dropped."""
 PROBES = "probes/"
 """Objects of start-up checks; one stays where a check was killed, for gc."""
 MANIFEST = "store.json"

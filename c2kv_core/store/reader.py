@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from c2kv_core.errors import StoreError
 from c2kv_core.store.index import Index
 from c2kv_core.store.names import bucket_of
 from c2kv_core.store.row import IndexRow
@@ -44,9 +45,21 @@ class IndexReader:
         Raises:
             StoreError: the index cannot be read.
         """
+        doc_ids = list(doc_ids)
         with self._lock:
             self._refresh()
-            return {doc_id: self._bucket(namespace, doc_id).rows.get(doc_id, ()) for doc_id in doc_ids}
+            try:
+                return self._rows(namespace, doc_ids)
+            except StoreError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+            # gc has removed a file of an older version since we looked.
+            self._expires_s = 0.0
+            self._refresh()
+            return self._rows(namespace, doc_ids)
+
+    def _rows(self, namespace: str, doc_ids: list[str]) -> dict[str, tuple[IndexRow, ...]]:
+        return {doc_id: self._bucket(namespace, doc_id).rows.get(doc_id, ()) for doc_id in doc_ids}
 
     def _refresh(self) -> None:
         if time.monotonic() >= self._expires_s:

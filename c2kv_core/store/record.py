@@ -8,11 +8,13 @@ The record's *head* is everything before the first ``kv`` value. All bytes are c
 checksum in the index row, KV by a checksum a layer, padding by being zero.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from c2kv_core.document import StoredDocument
 from c2kv_core.store.checksum import CHECKSUM_BYTES, layer_checksums, part_checksum
@@ -66,6 +68,16 @@ METADATA = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordContent:
+    """What a record holds, before it is known where it will lie."""
+
+    rows: list[dict[str, Any]]
+    """All columns but ``kv``, a row a part; ``kv_offset`` and checksums are entered when it is laid out."""
+    fill: Callable[[int, Tensor], None]
+    """Writes the KV bytes of a part into zeros, uint8 of shape (``kv_length``,)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncodedRecord:
     """A document ready to be written at one offset of a shard."""
 
@@ -74,18 +86,27 @@ class EncodedRecord:
     """Bytes from the start of the message to the first ``kv`` value."""
 
 
-def encode_record(
-    document: StoredDocument, *, fingerprint: str, quantisation: str, record_start: int
-) -> EncodedRecord:
-    """A document as the record batch that goes to offset ``record_start`` (bytes) of a file."""
+def content_of(document: StoredDocument, *, fingerprint: str, quantisation: str) -> RecordContent:
+    """A document as what a record holds."""
     rows = [_describe(document, index, fingerprint, quantisation) for index in range(len(document.parts))]
+
+    def fill(index: int, target: Tensor) -> None:
+        part = document.parts[index]
+        CODECS[quantisation].encode(part.keys, part.values, target.view(rows[index]["layers"], -1))
+
+    return RecordContent(rows=rows, fill=fill)
+
+
+def encode_record(content: RecordContent, *, record_start: int) -> EncodedRecord:
+    """The record batch that goes to offset ``record_start`` (bytes) of a file."""
+    rows = [dict(row) for row in content.rows]
     # Nothing about the layout of the head depends on the values filled in below.
     head_length = _batch(rows, pa.array([b""] * len(rows), pa.large_binary())).serialize().size
     values_length = 0
     for row in rows:
         row["kv_offset"] = -(record_start + head_length + values_length) % ALIGNMENT_BYTES
         values_length += row["kv_offset"] + row["kv_length"]
-    kv = _fill(document, rows, values_length)
+    kv = _fill(content, rows, values_length)
     return EncodedRecord(batch=_batch(rows, kv), head_length=head_length)
 
 
@@ -126,16 +147,15 @@ def _describe(document: StoredDocument, index: int, fingerprint: str, quantisati
     }
 
 
-def _fill(document: StoredDocument, rows: list[dict[str, Any]], values_length: int) -> pa.Array:
+def _fill(content: RecordContent, rows: list[dict[str, Any]], values_length: int) -> pa.Array:
     """The ``kv`` column; also enters the checksums of what it copies into the rows."""
     values = torch.zeros(values_length, dtype=torch.uint8)
     ends = [0]
-    for part, row in zip(document.parts, rows, strict=True):
+    for index, row in enumerate(rows):
         start = ends[-1] + row["kv_offset"]
         ends.append(start + row["kv_length"])
         if row["kv_length"]:
-            target = values[start : ends[-1]].view(row["layers"], -1)
-            CODECS[row["quantisation"]].encode(part.keys, part.values, target)
+            content.fill(index, values[start : ends[-1]])
         kv = pa.py_buffer(values.numpy()).slice(start, row["kv_length"])
         row["layer_checksums"] = layer_checksums(kv, layers=row["layers"])
         row["checksum"] = part_checksum(

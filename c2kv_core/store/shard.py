@@ -5,13 +5,17 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from c2kv_core.document import StoredDocument
-from c2kv_core.identity import Identity
 from c2kv_core.store.checksum import digest
-from c2kv_core.store.record import RECORD_SCHEMA, encode_record
+from c2kv_core.store.record import RECORD_SCHEMA, RecordContent, encode_record
 
 _MAGIC_BYTES = 8
 """``ARROW1`` and two zero bytes, before the schema message."""
+FIRST_RECORD = _MAGIC_BYTES + RECORD_SCHEMA.serialize().size
+"""Offset of a shard's first record."""
+TAIL_BYTES = 10
+"""A shard ends with its footer's length (int32) and ``ARROW1``."""
+_END_OF_STREAM_BYTES = 8
+_MAGIC = b"ARROW1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +32,15 @@ class RecordPlace:
     """xxh3-128 hex of the head."""
 
 
-def build_shard(
-    documents: Sequence[StoredDocument], identity: Identity
-) -> tuple[pa.Buffer, list[RecordPlace]]:
-    """The bytes of a shard and the place of each document in it, in the order given."""
+def build_shard(contents: Sequence[RecordContent]) -> tuple[pa.Buffer, list[RecordPlace]]:
+    """The bytes of a shard and the place of each record in it, in the order given."""
     sink = pa.BufferOutputStream()
     spans: list[tuple[int, int, int]] = []
     # The writer puts magic and schema into the file only when the first batch comes.
-    start = _MAGIC_BYTES + RECORD_SCHEMA.serialize().size
+    start = FIRST_RECORD
     with pa.ipc.new_file(sink, RECORD_SCHEMA) as writer:
-        for document in documents:
-            encoded = encode_record(
-                document,
-                fingerprint=identity.fingerprint,
-                quantisation=identity.quantisation,
-                record_start=start,
-            )
+        for content in contents:
+            encoded = encode_record(content, record_start=start)
             writer.write_batch(encoded.batch)
             end = sink.tell()
             spans.append((start, end, encoded.head_length))
@@ -59,3 +56,15 @@ def _place(data: pa.Buffer, start: int, end: int, head_length: int) -> RecordPla
         head_length=head_length,
         head_checksum=digest(data.slice(start, head_length)).hex(),
     )
+
+
+def records_end(tail: pa.Buffer | bytes, *, size: int) -> int | None:
+    """Offset of the first byte after a shard's records, from its last ``TAIL_BYTES``; None where it is no shard.
+
+    Source: Arrow columnar format, IPC file format.
+    """
+    data = bytes(tail)
+    if len(data) != TAIL_BYTES or data[4:] != _MAGIC:
+        return None
+    end = size - TAIL_BYTES - int.from_bytes(data[:4], "little") - _END_OF_STREAM_BYTES
+    return end if FIRST_RECORD <= end <= size else None

@@ -8,11 +8,13 @@ Two facts of delta-rs decide how it is written to (both are tested):
   buckets as numbers; ids never enter a predicate's text, they come as a table to join with.
 """
 
+import math
 import random
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 from urllib.parse import unquote
@@ -69,7 +71,11 @@ class Table:
                 partition_by=["bucket"],
                 storage_options=self._storage.table_options(),
                 # Only keys may be copied into the log as statistics: texts there would outlive deletion.
-                configuration={"delta.dataSkippingStatsColumns": ",".join(self._key)},
+                configuration={
+                    "delta.dataSkippingStatsColumns": ",".join(self._key),
+                    # The log names ids of rows that are gone; gc trims it to this age.
+                    "delta.logRetentionDuration": "interval 1 day",
+                },
             )
         except CommitFailedError:
             self._handle()  # another writer was first; fails if that is not so
@@ -97,6 +103,50 @@ class Table:
             return 0
         metrics = self._commit(keys, keys.column_names, lambda merger: merger.when_matched_delete())
         return int(metrics["num_target_rows_deleted"])
+
+    def update_where(self, rows: pa.Table, *, columns: Sequence[str], predicate: str) -> int:
+        """Set columns of the live rows of these keys, where the predicate on ``target`` and ``source`` holds."""
+        if not rows.num_rows:
+            return 0
+        updates = {name: f"source.{name}" for name in columns}
+        metrics = self._commit(
+            rows,
+            ("bucket", *self._key),
+            lambda merger: merger.when_matched_update(updates, predicate=predicate),
+        )
+        return int(metrics["num_target_rows_updated"])
+
+    def delete_where(self, rows: pa.Table, *, predicate: str) -> int:
+        """Remove the live rows of these keys, where the predicate on ``target`` and ``source`` holds."""
+        if not rows.num_rows:
+            return 0
+        metrics = self._commit(
+            rows, ("bucket", *self._key), lambda merger: merger.when_matched_delete(predicate)
+        )
+        return int(metrics["num_target_rows_deleted"])
+
+    def maintain(self, *, retention_s: float, dry_run: bool) -> list[str]:
+        """Merge small files, and remove those that no version younger than the retention needs; their paths.
+
+        Retention counts in whole hours, rounded up. Where another writer is at work, merging is left for the next time.
+        """
+        hours = math.ceil(retention_s / 3600)
+        with self._lock, as_store_error(f"maintain the table {self.name}/"):
+            delta = self._handle()
+            delta.update_incremental()
+            before = delta.version()
+            if not dry_run:
+                with suppress(CommitFailedError):
+                    delta.optimize.compact(writer_properties=self._writer_properties)
+                if delta.version() != before:
+                    self._storage.make_durable(files_of_commit(self._storage, self.name, delta.version()))
+            removed = delta.vacuum(
+                retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False, full=True
+            )
+            if not dry_run and (removed or delta.version() != before):
+                delta.create_checkpoint()
+                delta.cleanup_metadata()
+            return [f"{self.name}/{unquote(path)}" for path in removed]
 
     def files(self) -> dict[int, tuple[str, ...]]:
         """The newest version's data files by bucket, as paths for ``read``."""

@@ -1,27 +1,51 @@
 """Reading a store's records to find damage before a request does."""
 
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from c2kv_core.errors import InputError
-from c2kv_core.store.fetch import fetch_document
+from c2kv_core.store.fetch import fetch_documents
 from c2kv_core.store.identities import Identities
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
+
+THREADS = 8
+BATCH_BYTES = 32 * 2**20
+"""Records that one thread reads at once."""
+
+_TRANSIENT = "unreadable_shard"
+"""An I/O error: the record may be sound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One record that does not read as it should."""
 
-    namespace: str
-    doc_id: str
-    fingerprint: str
+    row: IndexRow
     reason: str
     """A ``MissReason``, or ``missing_identity`` when the fingerprint's identity is not readable."""
     detail: str
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the record itself is at fault, so that only making it again helps."""
+        return self.reason != _TRANSIENT
+
+    def to_dict(self) -> dict[str, str]:
+        """For people and machines."""
+        row = self.row
+        return {
+            "namespace": row.namespace,
+            "doc_id": row.doc_id,
+            "fingerprint": row.fingerprint,
+            "reason": self.reason,
+            "detail": self.detail,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +57,23 @@ class VerifyReport:
     bytes: int
     """Bytes of those records."""
     problems: tuple[Problem, ...]
+    dropped: int | None = None
+    """Rows that a repair dropped; None without one."""
 
     @property
     def ok(self) -> bool:
         """Whether every record read was sound."""
         return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "ok": self.ok,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "problems": [problem.to_dict() for problem in self.problems],
+            "dropped": self.dropped,
+        }
 
 
 def verify_rows(
@@ -53,26 +89,37 @@ def verify_rows(
         raise InputError(f"expected a fraction above 0 and up to 1, got {fraction}")
     count = len(rows) if fraction == 1 else min(len(rows), max(1, round(len(rows) * fraction)))
     chosen = random.Random(seed).sample(rows, count)
-    problems = [problem for row in chosen if (problem := _check(storage, identities, row)) is not None]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = pool.map(lambda batch: _check(storage, identities, batch), _batches(chosen))
+        problems = [problem for batch in found for problem in batch]
     return VerifyReport(
-        documents=len(chosen), bytes=sum(row.length for row in chosen), problems=tuple(problems)
+        documents=len(chosen),
+        bytes=sum(row.length for row in chosen),
+        problems=tuple(sorted(problems, key=lambda problem: problem.row.key)),
     )
 
 
-def _check(storage: Storage, identities: Identities, row: IndexRow) -> Problem | None:
-    identity = identities.load(row.fingerprint)
+def _batches(rows: Sequence[IndexRow]) -> Iterator[list[IndexRow]]:
+    """Of one fingerprint, neighbours of a shard together."""
+    groups: dict[str, list[IndexRow]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: (row.shard, row.offset)):
+        group = groups[row.fingerprint]
+        if group and sum(r.length for r in group) + row.length > BATCH_BYTES:
+            yield group
+            group = groups[row.fingerprint] = []
+        group.append(row)
+    yield from groups.values()
+
+
+def _check(storage: Storage, identities: Identities, rows: Sequence[IndexRow]) -> list[Problem]:
+    fingerprint = rows[0].fingerprint
+    identity = identities.load(fingerprint)
     if identity is None:
-        detail = f"no readable identity for fingerprint {row.fingerprint}"
-        return _problem(row, "missing_identity", detail)
-    outcome = fetch_document(storage, row, identity=identity)
-    return _problem(row, outcome.reason, outcome.detail) if isinstance(outcome, Miss) else None
-
-
-def _problem(row: IndexRow, reason: str, detail: str) -> Problem:
-    return Problem(
-        namespace=row.namespace,
-        doc_id=row.doc_id,
-        fingerprint=row.fingerprint,
-        reason=reason,
-        detail=detail,
-    )
+        detail = f"no readable identity for fingerprint {fingerprint}"
+        return [Problem(row=row, reason="missing_identity", detail=detail) for row in rows]
+    outcomes = fetch_documents(storage, rows, identity=identity)
+    return [
+        Problem(row=row, reason=outcome.reason, detail=outcome.detail)
+        for row, outcome in zip(rows, outcomes, strict=True)
+        if isinstance(outcome, Miss)
+    ]
