@@ -61,7 +61,10 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One Ray for all tests that need it; jobs join it as they join a cluster."""
-    with ray_session(num_cpus=8):
-        yield
+def ray_cluster(s3_server: S3Server) -> Iterator[None]:
+    """One Ray for all tests that need it; jobs join it as they join a cluster. Its workers may use the S3 server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.environment.items():
+            patch.setenv(name, value)
+        with ray_session(num_cpus=8):
+            yield

@@ -16,6 +16,7 @@ from pipelines.extract import extract
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_report import ExtractReport
 from pipelines.plan import ExtractPlan, plan_extraction
+from tests.core_store_kit import assert_same
 from tests.pipelines_sources import write_jsonl
 from tests.tiny_models import random_sidecar, save_tiny_model
 
@@ -33,6 +34,22 @@ ROWS: list[dict[str, str]] = [
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=4096)
+
+
+def test_a_corpus_goes_to_a_bucket_and_comes_back_the_same(
+    ray_cluster: None, config: ExtractConfig, bucket: str
+) -> None:
+    remote = config.model_copy(update={"store": bucket, "actors": 2})
+    report = extract(remote)
+    assert_accounted(report, extracted=14, unchanged=0)
+    assert_accounted(extract(remote), extracted=0, unchanged=14)
+    extract(config)
+    ids = [row["id"] for row in ROWS if row["id"] != "empty"]
+    for ratio in config.ratios:
+        here, there = (stored(c, ratio, ids) for c in (config, remote))
+        for doc_id in ids:
+            assert_same(there[doc_id], here[doc_id])
+    assert KVStore.open(bucket).verify().ok
 
 
 @pytest.fixture

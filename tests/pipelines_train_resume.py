@@ -1,5 +1,6 @@
 """A run that was stopped goes on as if it had not been; partial, damaged and stale checkpoints are never used."""
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from pipelines.train.config import TrainConfig
 from pipelines.train.folder import PROGRESS, RunFolder
 from pipelines.train.loop import Progress
 from pipelines.train.run import train
-from tests.pipelines_train_kit import metrics, tiny_model_dir, train_config
+from tests.pipelines_train_kit import losses, metrics, tiny_model_dir, train_config
 
 STATE = {"step": 0}
 TENSORS = {"x": torch.arange(3.0)}
@@ -79,6 +80,30 @@ def test_another_configuration_under_the_same_name_is_refused(tmp_path: Path, mo
     with pytest.raises(ConfigError, match=r"has lr 0\.01, got 0\.5; .* another run name"):
         train(config.model_copy(update={"lr": 0.5}))
     train(config.model_copy(update={"micro_batch_rows": 1, "keep_checkpoints": 1}))
+
+
+def test_a_run_in_a_bucket_goes_on_with_the_same_losses(tmp_path: Path, model_dir: Path, bucket: str) -> None:
+    calm = train_config(tmp_path, model_dir)
+    train(calm)
+    remote = train_config(tmp_path, model_dir, output=bucket, tensorboard=True)
+
+    class StopError(Exception):
+        pass
+
+    def stop(progress: Progress) -> None:
+        if progress.step == 5:
+            raise StopError
+
+    with pytest.raises(StopError):
+        train(remote, progress=stop)
+    report = train(remote)
+    assert report["attempts"] > 1
+    storage = open_storage(f"{bucket}/tiny")
+    text = storage.get("metrics.jsonl").to_pybytes().decode()
+    assert [json.loads(line)["loss"] for line in text.splitlines()] == losses(calm)
+    exported = Path(calm.output) / "tiny/sidecar/sidecar.safetensors"
+    assert storage.get("sidecar/sidecar.safetensors").to_pybytes() == exported.read_bytes()
+    assert any(f.path.startswith("tensorboard/events") for f in storage.list_files("tensorboard/"))
 
 
 # ---- checkpoints

@@ -1,8 +1,11 @@
 """TensorBoard files of a run, in the run folder beside its records."""
 
+import tempfile
+from pathlib import Path
+
 from c2kv_core.errors import ConfigError
 from pipelines.train.dev import DevRecord
-from pipelines.train.folder import RunFolder, writing
+from pipelines.train.folder import TENSORBOARD, RunFolder, writing
 from pipelines.train.trainer import StepRecord
 
 INSTALL = "pip install 'c2kv[train]'"
@@ -23,8 +26,12 @@ class Board:
             raise ConfigError(
                 f"tensorboard is true, but the package is missing; run: {INSTALL}, or set tensorboard=false"
             ) from error
+        self._folder, self._local = folder, Path(f"{folder.storage.uri}/{TENSORBOARD}")
+        if "://" in folder.storage.uri:
+            # Event files grow; object storage takes whole files only.
+            self._local = Path(tempfile.mkdtemp(prefix="c2kv-tensorboard-"))
         with writing(folder.location):
-            self._writer = SummaryWriter(f"{folder.storage.uri}/tensorboard", purge_step=after_step + 1)
+            self._writer = SummaryWriter(str(self._local), purge_step=after_step + 1)
 
     def add(self, record: StepRecord) -> None:
         """A finished step."""
@@ -52,3 +59,7 @@ class Board:
     def flush(self) -> None:
         """Make what was added visible."""
         self._writer.flush()
+        if "://" in self._folder.storage.uri:
+            with writing(self._folder.location):
+                for file in self._local.iterdir():
+                    self._folder.storage.put(f"{TENSORBOARD}/{file.name}", file.read_bytes())

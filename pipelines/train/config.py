@@ -75,7 +75,7 @@ class TrainConfig(Config):
     data_dir: str = "."
     """Folder that relative paths of data files are below."""
     output: str
-    """Directory that holds run folders (local, or mounted on every node)."""
+    """Directory that holds run folders (local, or mounted on every node), or ``s3://bucket/prefix``."""
     run: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; the same name goes on where the run stopped."""
 

@@ -22,6 +22,7 @@ STOPPED = "stopped.json"
 SIDECAR = "sidecar"
 CONTROL = "control"
 CURVES = "curves.png"
+TENSORBOARD = "tensorboard"
 
 MAY_CHANGE = frozenset(
     {

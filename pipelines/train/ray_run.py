@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import threading
 import time
 from typing import Any
@@ -55,10 +56,10 @@ def _fit(config: TrainConfig, owner: str) -> None:
         scaling_config=ScalingConfig(
             num_workers=config.num_workers, use_gpu=gpu, resources_per_worker=resources
         ),
-        # Ray keeps no checkpoints of ours; its own notes stand beside them.
+        # Ray keeps no checkpoints of ours; its own notes stand beside them where that is a directory.
         run_config=RunConfig(
             name="train",
-            storage_path=f"{RunFolder(config).storage.uri}/ray",
+            storage_path=_notes_path(config),
             failure_config=FailureConfig(max_failures=config.max_failures),
         ),
     )
@@ -68,6 +69,11 @@ def _fit(config: TrainConfig, owner: str) -> None:
         raise _worker_fault(error.worker_failures) from error
     except TrainingFailedError as error:
         raise TrainingError(f"the run stopped: {_last_line(error)}; run the same command to go on") from error
+
+
+def _notes_path(config: TrainConfig) -> str:
+    uri = RunFolder(config).storage.uri
+    return tempfile.mkdtemp(prefix="c2kv-ray-train-") if "://" in uri else f"{uri}/ray"
 
 
 def _work(settings: dict[str, Any]) -> None:
