@@ -7,6 +7,7 @@ from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
 from c2kv_core.errors import C2KVError
 from pipelines.bench.extract import BenchExtractConfig, bench_extract
 from pipelines.bench.report import BenchReport
+from pipelines.bench.store import BenchStoreConfig, bench_store
 
 app = typer.Typer(help="Speed and memory as ratios to a baseline of the same run.", no_args_is_help=True)
 
@@ -20,6 +21,12 @@ def _benches() -> None:
 def extract(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Extraction beside the base model's plain prefill; peak memory by length."""
     _finish(bench_extract(resolve(BenchExtractConfig, config, overrides)), as_json)
+
+
+@app.command("store")
+def store(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """Verified reads and writes beside plain ones of the same bytes, locally and on S3; look-ups by index size."""
+    _finish(bench_store(resolve(BenchStoreConfig, config, overrides)), as_json)
 
 
 def _finish(report: BenchReport, as_json: bool) -> None:

@@ -34,6 +34,9 @@ _ROW_GROUP_ROWS = 65_536
 _PLACE = ("shard", "offset")
 """What tells a version of a document's record from another."""
 
+_REPEATED = ("namespace", "fingerprint", "shard")
+"""Long values that many rows share."""
+
 _STORED = [name for name in INDEX_SCHEMA.names if name != "bucket"]
 
 
@@ -100,6 +103,14 @@ class Index:
             for values in table.to_pylist()
         ]
 
+    def table_of(self, paths: Sequence[str], *, namespace: str, bucket: int) -> pa.Table:
+        """Rows of one namespace in the files of one bucket, as columns that take little memory."""
+        table = self.table.read(paths, columns=_STORED, where=_where(namespace, None))
+        for name in _REPEATED:
+            column = table[name].combine_chunks().dictionary_encode()
+            table = table.set_column(table.schema.get_field_index(name), name, column)
+        return table.append_column("bucket", pa.array([bucket] * table.num_rows, pa.int32()))
+
     def rows(self, *, namespace: str | None = None, fingerprint: str | None = None) -> list[IndexRow]:
         """All live rows now, sorted by key."""
         paths = [path for paths in self.files().values() for path in paths]
@@ -114,9 +125,14 @@ class Index:
         return dict(zip(table["doc_id"].to_pylist(), table["content_hash"].to_pylist(), strict=True))
 
 
+def index_rows(table: pa.Table) -> list[IndexRow]:
+    """Rows of a table with all columns."""
+    return [IndexRow(**values) for values in table.to_pylist()]
+
+
 def document_keys(namespace: str, doc_ids: Iterable[str], *, buckets: int) -> pa.Table:
     """Keys of documents as a table to join with; ids that no row can have are left out."""
-    ids = sorted({doc_id for doc_id in doc_ids if _is_storable(doc_id)})
+    ids = sorted({doc_id for doc_id in doc_ids if is_storable(doc_id)})
     return pa.table(
         {
             "bucket": pa.array([bucket_of(namespace, doc_id, buckets=buckets) for doc_id in ids], pa.int32()),
@@ -126,7 +142,8 @@ def document_keys(namespace: str, doc_ids: Iterable[str], *, buckets: int) -> pa
     )
 
 
-def _is_storable(doc_id: str) -> bool:
+def is_storable(doc_id: str) -> bool:
+    """Whether a row can have this id: half a surrogate pair is no text."""
     try:
         doc_id.encode()
     except UnicodeEncodeError:

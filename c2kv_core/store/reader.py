@@ -3,23 +3,46 @@
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import xxhash
 
 from c2kv_core.errors import StoreError
-from c2kv_core.store.index import Index
+from c2kv_core.store.index import Index, index_rows, is_storable
 from c2kv_core.store.names import bucket_of
 from c2kv_core.store.row import IndexRow
 
 DEFAULT_REFRESH_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Bucket:
-    """One bucket of one namespace as of some version."""
+    """One bucket of one namespace as of some version: columns, and a sorted hash of ids to find rows by.
 
-    files: tuple[str, ...]
-    rows: dict[str, tuple[IndexRow, ...]]
-    """By id, a row a fingerprint."""
+    Rows become objects only when they are asked for; a million of them would not fit as such.
+    """
+
+    def __init__(self, files: tuple[str, ...], table: pa.Table) -> None:
+        self.files = files
+        self._table = table
+        hashes = np.fromiter(
+            (xxhash.xxh3_64_intdigest(doc_id.encode()) for doc_id in table["doc_id"].to_pylist()),
+            dtype=np.uint64,
+            count=table.num_rows,
+        )
+        self._order = np.argsort(hashes, kind="stable")
+        self._hashes = hashes[self._order]
+
+    def rows(self, doc_id: str) -> tuple[IndexRow, ...]:
+        """Of one document, a row a fingerprint."""
+        if not is_storable(doc_id):
+            return ()
+        wanted = np.uint64(xxhash.xxh3_64_intdigest(doc_id.encode()))
+        first, last = (int(np.searchsorted(self._hashes, wanted, side=side)) for side in ("left", "right"))
+        places = self._order[first:last].tolist()
+        return tuple(
+            row for row in index_rows(self._table.take(pa.array(places, pa.int64()))) if row.doc_id == doc_id
+        )
 
 
 class IndexReader:
@@ -59,7 +82,7 @@ class IndexReader:
             return self._rows(namespace, doc_ids)
 
     def _rows(self, namespace: str, doc_ids: list[str]) -> dict[str, tuple[IndexRow, ...]]:
-        return {doc_id: self._bucket(namespace, doc_id).rows.get(doc_id, ()) for doc_id in doc_ids}
+        return {doc_id: self._bucket(namespace, doc_id).rows(doc_id) for doc_id in doc_ids}
 
     def _refresh(self) -> None:
         if time.monotonic() >= self._expires_s:
@@ -71,8 +94,6 @@ class IndexReader:
         files = self._files.get(number, ())
         held = self._buckets.get((namespace, number))
         if held is None or held.files != files:
-            rows: dict[str, tuple[IndexRow, ...]] = {}
-            for row in self._index.read(files, namespace=namespace):
-                rows[row.doc_id] = (*rows.get(row.doc_id, ()), row)
-            held = self._buckets[namespace, number] = _Bucket(files=files, rows=rows)
+            held = _Bucket(files, self._index.table_of(files, namespace=namespace, bucket=number))
+            self._buckets[namespace, number] = held
         return held
