@@ -1,6 +1,8 @@
 """Writers that die at every step of publishing, servers that go away and come back, writers at once."""
 
+import gc
 import os
+import resource
 import signal
 import threading
 import time
@@ -8,13 +10,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import psutil
 import pytest
 
 from c2kv_core.errors import StoreError
-from c2kv_core.store import KVStore, Miss, s3_client
-from tests.core_store_kit import assert_same, make_document, make_identity, make_text
+from c2kv_core.store import KVStore, Miss, open_storage, s3_client
+from tests.core_store_kit import assert_same, files_of, make_document, make_identity, make_text
 from tests.s3_server import BUCKET, S3Server
 
 STEPS = ("shard", "shard written", "texts", "texts committed", "index", "index committed")
@@ -205,3 +209,55 @@ def test_a_frozen_server_is_given_up_on_and_used_again(server: S3Server) -> None
     assert read["a"].reason == "unreadable_shard"
     server.thaw()
     assert_same(store.get(["a"], namespace="acme")["a"], make_document("a", seed=1))
+
+
+# ---- no space, and many reads
+
+
+def put_without_space(folder: str, limit_bytes: int) -> None:
+    """Files may not grow beyond the limit: what a full disk is to a writer."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = open_store(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    with pytest.raises(StoreError, match=r"^cannot write .*$"):
+        store.put([make_document("big", part_tokens=(4000,)), make_document("a", seed=2)])
+    os._exit(0)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_state(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    put(store, seed=1)
+    before = files_of(tmp_path / "store")
+    process = get_context("spawn").Process(target=put_without_space, args=(store.uri, 20_000))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
+    assert files_of(tmp_path / "store") == before, "nothing half-written stays"
+    assert_same(store.get(["a"], namespace="acme")["a"], make_document("a", seed=1))
+
+
+@pytest.mark.slow
+def test_many_reads_with_failures_keep_memory_and_files_flat(uri: str) -> None:
+    store = open_store(uri)
+    ids = tuple(f"d{n}" for n in range(40))
+    put(store, 1, ids)
+    lost = store.write_shard([make_document("lost")], run="night")
+    store.commit(lost)
+    open_storage(uri).delete(lost[0].shard)
+    reader = KVStore.open(uri, identity=make_identity(), index_refresh_s=3600.0)
+    random = Random(0)
+    process = psutil.Process()
+
+    def read(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            found = reader.get([*random.sample(ids, 3), "lost", "never"], namespace="acme")
+            assert sum(isinstance(f, Miss) for f in found.values()) == 2
+        gc.collect()
+        return process.memory_info().rss, process.num_fds()
+
+    rounds = 2_500 if "://" not in uri else 150
+    read(rounds // 5)
+    first = read(rounds)
+    last = read(3 * rounds)
+    assert last[0] - first[0] < 16 * 2**20
+    assert last[1] <= first[1] + 8
