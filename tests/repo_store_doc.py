@@ -1,5 +1,6 @@
 """The numbers and names in docs/store.md are those of the code."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,9 @@ def test_full_caches_and_parts_are_told_right() -> None:
     full = 1000 * LAYERS * 2 * KV_HEADS * HEAD_DIM * 2
     assert f"{full / 1e6:.0f} MB a document" in TEXT and f"{full * 1e8 / 1e15:.1f} PB" in TEXT
     assert f"parts of {PART_BYTES // 2**20} MiB" in TEXT
+
+
+def test_the_tests_it_names_exist() -> None:
+    named = set(re.findall(r"`(test_\w+)`", TEXT))
+    there = "\n".join(file.read_text() for file in Path(__file__).parent.glob("*.py"))
+    assert named and [name for name in sorted(named) if f"def {name}(" not in there] == []
