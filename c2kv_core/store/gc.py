@@ -64,7 +64,7 @@ def collect_garbage(
         rewritten = [one for one in dead if dry_run or rewrite(storage, index, identities, one)]
         # Files first, rows second: what is committed in between is then seen as live.
         files = [f for place in (SHARDS, PROBES, TEMPORARY) for f in storage.list_files(place)]
-        live = {row.shard for row in index.rows()}
+        live = index.live_bytes().keys()
         unneeded = [file for file in files if file.path not in live]
         old = [file for file in unneeded if file.modified_s <= oldest_kept_s]
         if not dry_run:
@@ -86,4 +86,4 @@ def collect_garbage(
 
 def _dead_records(storage: Storage, index: Index, oldest_kept_s: float) -> list[DeadBytes]:
     old = [file for file in storage.list_files(SHARDS) if file.modified_s <= oldest_kept_s]
-    return find_dead(storage, old, index.rows())
+    return find_dead(storage, old, index.live_bytes())

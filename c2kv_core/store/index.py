@@ -116,6 +116,25 @@ class Index:
         paths = [path for paths in self.files().values() for path in paths]
         return sorted(self.read(paths, namespace=namespace, fingerprint=fingerprint), key=lambda row: row.key)
 
+    def live_bytes(self) -> dict[str, int]:
+        """Bytes of live records by shard; no row becomes an object."""
+        paths = [path for paths in self.files().values() for path in paths]
+        sums = (
+            self.table.read(paths, columns=["shard", "length"])
+            .group_by("shard")
+            .aggregate([("length", "sum")])
+        )
+        return dict(zip(sums["shard"].to_pylist(), sums["length_sum"].to_pylist(), strict=True))
+
+    def rows_of(self, shard: str) -> list[IndexRow]:
+        """The live rows of one shard."""
+        paths = [path for paths in self.files().values() for path in paths]
+        table = self.table.read(paths, columns=_STORED, where={"shard": [shard]})
+        return [
+            IndexRow(bucket=bucket_of(values["namespace"], values["doc_id"], buckets=self.buckets), **values)
+            for values in table.to_pylist()
+        ]
+
     def content_hashes(self, *, namespace: str, fingerprint: str) -> dict[str, str]:
         """Content hash of every live document of one namespace and fingerprint, by id."""
         paths = [path for paths in self.files().values() for path in paths]

@@ -5,8 +5,7 @@ each only if it still names the old place: a document that was replaced meanwhil
 one that no row needs.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -16,7 +15,6 @@ from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
 from c2kv_core.store.miss import Miss
-from c2kv_core.store.row import IndexRow
 from c2kv_core.store.shard import FIRST_RECORD, TAIL_BYTES, records_end
 from c2kv_core.store.storage import FileRange, Storage, StoredFile
 from c2kv_core.store.writer import publish_shard
@@ -27,31 +25,28 @@ RUN = "gc"
 
 @dataclass(frozen=True, kw_only=True)
 class DeadBytes:
-    """A shard with records that no row names."""
+    """A shard with records that no row names, beside live ones."""
 
     shard: str
     dead_bytes: int
-    rows: tuple[IndexRow, ...]
-    """The live ones."""
 
 
-def find_dead(storage: Storage, files: Sequence[StoredFile], rows: Sequence[IndexRow]) -> list[DeadBytes]:
-    """Shards among ``files`` that hold both live and dead records."""
-    live: dict[str, list[IndexRow]] = defaultdict(list)
-    for row in rows:
-        live[row.shard].append(row)
-    mixed = [file for file in files if file.path in live and file.size_bytes > TAIL_BYTES]
+def find_dead(
+    storage: Storage, files: Sequence[StoredFile], live_bytes: Mapping[str, int]
+) -> list[DeadBytes]:
+    """Shards among ``files`` that hold both live and dead records; ``live_bytes`` by shard."""
+    live = [file for file in files if file.path in live_bytes and file.size_bytes > TAIL_BYTES]
     tails = storage.get_ranges(
-        [FileRange(path=f.path, offset=f.size_bytes - TAIL_BYTES, length=TAIL_BYTES) for f in mixed]
+        [FileRange(path=f.path, offset=f.size_bytes - TAIL_BYTES, length=TAIL_BYTES) for f in live]
     )
     found = []
-    for file, tail in zip(mixed, tails, strict=True):
+    for file, tail in zip(live, tails, strict=True):
         end = records_end(tail, size=file.size_bytes) if isinstance(tail, pa.Buffer) else None
         if end is None:
             continue  # damage is for verify to find
-        dead = end - FIRST_RECORD - sum(row.length for row in live[file.path])
+        dead = end - FIRST_RECORD - live_bytes[file.path]
         if dead > 0:
-            found.append(DeadBytes(shard=file.path, dead_bytes=dead, rows=tuple(live[file.path])))
+            found.append(DeadBytes(shard=file.path, dead_bytes=dead))
     return found
 
 
@@ -61,10 +56,12 @@ def rewrite(storage: Storage, index: Index, identities: Identities, found: DeadB
     Raises:
         StoreError: I/O error or lasting write conflict; the old shard is still live then.
     """
-    identity = identities.load(found.rows[0].fingerprint)
+    rows = sorted(index.rows_of(found.shard), key=lambda row: row.offset)
+    if not rows:
+        return True  # replaced meanwhile: the whole shard is dead
+    identity = identities.load(rows[0].fingerprint)
     if identity is None:
         return False
-    rows = sorted(found.rows, key=lambda row: row.offset)
     ranges = [FileRange(path=row.shard, offset=row.offset, length=row.length) for row in rows]
     contents = []
     for row, record in zip(rows, storage.get_ranges(ranges), strict=True):
