@@ -14,7 +14,7 @@ class ExtractConfig(Config):
     corpus: str
     """JSONL(.gz) or Parquet file, or a folder of these or of .md and .txt files."""
     store: str
-    """Directory of the store; made when absent."""
+    """Directory or ``s3://`` URI of the store; made when absent."""
     model: str = "smollm2-135m-instruct"
     """Alias, Hugging Face directory or hub id of the base model."""
     sidecar: str | None = None
