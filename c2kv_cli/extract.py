@@ -23,7 +23,9 @@ def extract(
     corpus: Annotated[
         str | None, typer.Option(help="JSONL(.gz) or Parquet file, or a folder of files.")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="Directory or s3:// URI of the store; made when absent.")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Directory or s3:// URI of the store; made when absent.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
     sidecar: Annotated[str | None, typer.Option(help="Sidecar directory.")] = None,
     ratio: Annotated[list[int] | None, typer.Option(help="Source tokens per slot; may be repeated.")] = None,
