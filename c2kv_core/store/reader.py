@@ -24,7 +24,8 @@ class _Bucket:
 
     def __init__(self, files: tuple[str, ...], table: pa.Table) -> None:
         self.files = files
-        self._table = table
+        # In one piece: taking rows out of many chunks costs more than all else.
+        self._table = table.combine_chunks()
         hashes = np.fromiter(
             (xxhash.xxh3_64_intdigest(doc_id.encode()) for doc_id in table["doc_id"].to_pylist()),
             dtype=np.uint64,
