@@ -5,8 +5,6 @@ It has the sidecar's low-rank projections, added to the base's at every token: L
 """
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -61,17 +59,16 @@ class Control:
         for base, pair in self.deltas(model):
             base.weight += (pair.up.float() @ pair.down.float()).to(base.weight.dtype)
 
-    def save(self, directory: Path) -> None:
-        """Write ``control.json`` and ``control.safetensors``."""
+    def files(self) -> dict[str, bytes]:
+        """The content of ``control.json`` and ``control.safetensors``, by name."""
         header = {"documents": self.documents, "deltas": json.loads(self.sidecar.header.to_json())}
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.sidecar.state_dict().items()}
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / _TENSORS)
-        (directory / _HEADER).write_text(json.dumps(header, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(header, indent=2, sort_keys=True) + "\n"
+        return {_HEADER: text.encode(), _TENSORS: save(tensors)}
 
     @classmethod
     def load(cls, directory: str | Path) -> "Control":
-        """Read what ``save`` wrote.
+        """Read a directory of what ``files`` gives.
 
         Raises:
             SidecarError: missing or damaged files.
@@ -90,15 +87,6 @@ class Control:
         header = SidecarHeader.from_json(deltas, source=str(root / _HEADER))
         sidecar = Sidecar.from_tensors(header, tensors, source=str(root / _TENSORS))
         return cls(documents=documents, sidecar=sidecar)
-
-    def files(self) -> dict[str, bytes]:
-        """What ``save`` writes, by name."""
-        scratch = Path(tempfile.mkdtemp(prefix="c2kv-control-"))
-        try:
-            self.save(scratch)
-            return {file.name: file.read_bytes() for file in sorted(scratch.iterdir())}
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _adder(pair: Any) -> Any:

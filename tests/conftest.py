@@ -60,6 +60,14 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://c2kv-tests/{uuid.uuid4().hex}"
 
 
+@pytest.fixture(params=["local", "s3"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place for a store, on each back end."""
+    if request.param == "local":
+        return str(tmp_path / "store")
+    return str(request.getfixturevalue("bucket"))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster(s3_server: S3Server) -> Iterator[None]:
     """One Ray for all tests that need it; jobs join it as they join a cluster. Its workers may use the S3 server."""

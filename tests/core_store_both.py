@@ -5,7 +5,6 @@ The finer tests of each promise run on local directories (``core_store_*``); the
 
 import random
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,6 @@ from tests.core_store_kit import assert_same, make_document, make_identity, make
 from tests.core_store_round_trip import WEIRD_IDS
 
 FLIPS, CUTS = 200, 50
-
-
-@pytest.fixture(params=["local", "s3"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "store")
-    return str(request.getfixturevalue("bucket"))
 
 
 def open_store(uri: str, **changes: object) -> KVStore:

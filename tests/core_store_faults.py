@@ -25,13 +25,6 @@ STEPS = ("shard", "shard written", "texts", "texts committed", "index", "index c
 OUTAGE_BOUND_S = 60.0
 
 
-@pytest.fixture(params=["local", "s3"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "store")
-    return str(request.getfixturevalue("bucket"))
-
-
 def open_store(uri: str) -> KVStore:
     return KVStore.open(uri, identity=make_identity(), create=True, index_refresh_s=0.0)
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -10,13 +9,6 @@ from c2kv_core.store import KVStore, Miss, StoredFile, open_storage
 from c2kv_core.store import gc as gc_module
 from c2kv_core.store.names import QUARANTINE, SHARDS
 from tests.core_store_kit import assert_same, make_document, make_identity, make_text
-
-
-@pytest.fixture(params=["local", "s3"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "local":
-        return str(tmp_path / "store")
-    return str(request.getfixturevalue("bucket"))
 
 
 def open_store(uri: str, **changes: str) -> KVStore:

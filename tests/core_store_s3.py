@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -18,12 +17,10 @@ from tests.core_store_kit import make_document, make_identity
 from tests.s3_server import S3Server
 
 
-@pytest.fixture(params=["local", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+@pytest.fixture
+def storage(uri: str) -> Storage:
     """Both back ends."""
-    if request.param == "local":
-        return open_storage(tmp_path / "store")
-    return open_storage(str(request.getfixturevalue("bucket")))
+    return open_storage(uri)
 
 
 def test_files_are_put_listed_read_and_deleted(storage: Storage) -> None:

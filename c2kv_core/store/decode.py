@@ -18,7 +18,6 @@ from c2kv_core.store.codecs import CODECS, LayerShape
 from c2kv_core.store.failures import ARROW_ERRORS, first_line
 from c2kv_core.store.miss import Miss, MissReason
 from c2kv_core.store.record import (
-    ALIGNMENT_BYTES,
     DTYPES,
     METADATA,
     RECORD_SCHEMA,
@@ -26,6 +25,7 @@ from c2kv_core.store.record import (
     layer_bytes,
 )
 from c2kv_core.store.row import IndexRow
+from c2kv_core.store.storage import ALIGNMENT_BYTES
 
 with warnings.catch_warnings():
     # torch warns, once a process, about a buffer that cannot be written. Ours are maps of immutable

@@ -1,7 +1,6 @@
 """The Delta table ``index/``: one live row a (namespace, doc_id, fingerprint)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import pyarrow as pa
 
@@ -60,8 +59,7 @@ class Index:
             StoreError: I/O error or lasting write conflict.
         """
         latest = {row.key: row for row in rows}
-        columns = {name: [getattr(row, name) for row in latest.values()] for name in INDEX_SCHEMA.names}
-        self.table.upsert(pa.table(columns, schema=INDEX_SCHEMA))
+        self.table.upsert(_table(latest.values()))
 
     def delete(self, namespace: str, doc_ids: Iterable[str]) -> int:
         """Remove the rows of documents under every fingerprint; how many went."""
@@ -69,10 +67,7 @@ class Index:
 
     def move(self, places: Mapping[IndexRow, IndexRow]) -> int:
         """Point rows to new places, each only if it is still as given; how many were."""
-        columns: dict[str, list[Any]] = {
-            name: [getattr(row, name) for row in places.values()] for name in INDEX_SCHEMA.names
-        }
-        source = pa.table(columns, schema=INDEX_SCHEMA)
+        source = _table(places.values())
         for name in _PLACE:
             before = pa.array([getattr(row, name) for row in places], INDEX_SCHEMA.field(name).type)
             source = source.append_column(f"before_{name}", before)
@@ -84,24 +79,12 @@ class Index:
 
     def drop(self, rows: Iterable[IndexRow]) -> int:
         """Remove rows, each only if it is still as given; how many were."""
-        rows = list(rows)
-        columns = {name: [getattr(row, name) for row in rows] for name in INDEX_SCHEMA.names}
         predicate = " AND ".join(f"target.{name} = source.{name}" for name in _PLACE)
-        return self.table.delete_where(pa.table(columns, schema=INDEX_SCHEMA), predicate=predicate)
+        return self.table.delete_where(_table(rows), predicate=predicate)
 
     def files(self) -> dict[int, tuple[str, ...]]:
         """The newest version's files by bucket."""
         return self.table.files()
-
-    def read(
-        self, paths: Sequence[str], *, namespace: str | None = None, fingerprint: str | None = None
-    ) -> list[IndexRow]:
-        """Rows of index files, of one namespace or fingerprint where named."""
-        table = self.table.read(paths, columns=_STORED, where=_where(namespace, fingerprint))
-        return [
-            IndexRow(bucket=bucket_of(values["namespace"], values["doc_id"], buckets=self.buckets), **values)
-            for values in table.to_pylist()
-        ]
 
     def table_of(self, paths: Sequence[str], *, namespace: str, bucket: int) -> pa.Table:
         """Rows of one namespace in the files of one bucket, as columns that take little memory."""
@@ -113,14 +96,12 @@ class Index:
 
     def rows(self, *, namespace: str | None = None, fingerprint: str | None = None) -> list[IndexRow]:
         """All live rows now, sorted by key."""
-        paths = [path for paths in self.files().values() for path in paths]
-        return sorted(self.read(paths, namespace=namespace, fingerprint=fingerprint), key=lambda row: row.key)
+        return sorted(self._read(_where(namespace, fingerprint)), key=lambda row: row.key)
 
     def live_bytes(self) -> dict[str, int]:
         """Bytes of live records by shard; no row becomes an object."""
-        paths = [path for paths in self.files().values() for path in paths]
         sums = (
-            self.table.read(paths, columns=["shard", "length"])
+            self.table.read(self._paths(), columns=["shard", "length"])
             .group_by("shard")
             .aggregate([("length", "sum")])
         )
@@ -128,20 +109,25 @@ class Index:
 
     def rows_of(self, shard: str) -> list[IndexRow]:
         """The live rows of one shard."""
-        paths = [path for paths in self.files().values() for path in paths]
-        table = self.table.read(paths, columns=_STORED, where={"shard": [shard]})
+        return self._read({"shard": [shard]})
+
+    def content_hashes(self, *, namespace: str, fingerprint: str) -> dict[str, str]:
+        """Content hash of every live document of one namespace and fingerprint, by id."""
+        table = self.table.read(
+            self._paths(), columns=["doc_id", "content_hash"], where=_where(namespace, fingerprint)
+        )
+        return dict(zip(table["doc_id"].to_pylist(), table["content_hash"].to_pylist(), strict=True))
+
+    def _paths(self) -> list[str]:
+        """All files of the newest version."""
+        return [path for paths in self.files().values() for path in paths]
+
+    def _read(self, where: Mapping[str, Sequence[str]]) -> list[IndexRow]:
+        table = self.table.read(self._paths(), columns=_STORED, where=where)
         return [
             IndexRow(bucket=bucket_of(values["namespace"], values["doc_id"], buckets=self.buckets), **values)
             for values in table.to_pylist()
         ]
-
-    def content_hashes(self, *, namespace: str, fingerprint: str) -> dict[str, str]:
-        """Content hash of every live document of one namespace and fingerprint, by id."""
-        paths = [path for paths in self.files().values() for path in paths]
-        table = self.table.read(
-            paths, columns=["doc_id", "content_hash"], where=_where(namespace, fingerprint)
-        )
-        return dict(zip(table["doc_id"].to_pylist(), table["content_hash"].to_pylist(), strict=True))
 
 
 def index_rows(table: pa.Table) -> list[IndexRow]:
@@ -168,6 +154,13 @@ def is_storable(doc_id: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _table(rows: Iterable[IndexRow]) -> pa.Table:
+    """All columns of rows."""
+    rows = list(rows)
+    columns = {name: [getattr(row, name) for row in rows] for name in INDEX_SCHEMA.names}
+    return pa.table(columns, schema=INDEX_SCHEMA)
 
 
 def _where(namespace: str | None, fingerprint: str | None) -> dict[str, list[str]]:

@@ -19,8 +19,7 @@ from torch import Tensor
 from c2kv_core.document import StoredDocument
 from c2kv_core.store.checksum import CHECKSUM_BYTES, layer_checksums, part_checksum
 from c2kv_core.store.codecs import CODECS, LayerShape
-
-ALIGNMENT_BYTES = 64
+from c2kv_core.store.storage import ALIGNMENT_BYTES
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 TEMPORARY = ".tmp/"
 """Prefix of unfinished files. No reader looks there; ``gc`` empties it."""
-ALIGNMENT = 64
+ALIGNMENT_BYTES = 64
 """Records begin at multiples of this many bytes of a file, and are handed out at such addresses."""
 GAP_BYTES = 256 * 1024
 """Largest gap between two ranges of a file that are read as one."""
@@ -72,7 +72,7 @@ def coalesce(ranges: Sequence[FileRange]) -> list[RangeGroup]:
 
 def aligned_buffer(offset: int, length: int) -> tuple[pa.Buffer, memoryview]:
     """New memory for a range, and a writable view of it; its address and ``offset`` are congruent modulo 64."""
-    lead = offset % ALIGNMENT
+    lead = offset % ALIGNMENT_BYTES
     memory = pa.allocate_buffer(lead + length)
     # Arrow hands its own allocations out as multiples of 64.
     return memory.slice(lead, length), memoryview(memory).cast("B")[lead:]

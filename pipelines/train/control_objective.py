@@ -36,9 +36,7 @@ class ControlObjective:
         rows = [_questions_only(row) for row in rows]
         answer_A = self._answer_losses(rows)
         sums = row_sizes(rows, taught=False)
-        total = answer_A.new_zeros(())
-        for loss in row_means(answer_A, rows):
-            total = total + loss
+        total = torch.stack(row_means(answer_A, rows)).sum()
         sums["answer"] = float(total.detach())
         return Losses(loss=total / self._config.batch_rows, sums=sums)
 
@@ -58,7 +56,7 @@ class ControlObjective:
     def _context(self, row: Prepared) -> list[int]:
         if self.control.documents == "none":
             return self._prefix_ids
-        return [*self._prefix_ids, *(i for d in row.parts for part in d for i in part)]
+        return [*self._prefix_ids, *row.source_ids]
 
 
 def joint_states(model: PreTrainedModel, contexts: Sequence[list[int]], rows: Sequence[Prepared]) -> Tensor:

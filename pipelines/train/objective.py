@@ -87,8 +87,7 @@ class Objective:
         count, distillation = self._config.views_per_row, self._config.distillation
         wanted = self._wanted(asks)
         weights_A = self._weights(rows)
-        states = ask_states(self._model, asks, recompute=self._config.gradient_checkpointing)
-        logits = hf_adapter.logits(self._model, states[wanted.rows, wanted.places])
+        logits = ask_logits(self._model, asks, wanted, recompute=self._config.gradient_checkpointing)
         answer_A = answer_losses(logits, wanted, len(weights_A))
         total = (answer_A * weights_A).sum()
         self._record(sums, answer_A.detach(), rows)
@@ -130,20 +129,25 @@ class Objective:
         contexts = full_contexts(self._model, self._prefix_ids, rows)
         asks = [Ask(context=c, asked=row.asked) for c, row in zip(contexts, rows, strict=True)]
         wanted = self._wanted(asks)
-        states = ask_states(self._model, asks)
-        logits = hf_adapter.logits(self._model, states[wanted.rows, wanted.places])
+        logits = ask_logits(self._model, asks, wanted)
         answer_A = answer_losses(logits, wanted, sum(len(row.asked) for row in rows))
         sums["full_compute"] += float(sum(row_means(answer_A, rows)))
         return logits
+
+
+def ask_logits(
+    model: PreTrainedModel, asks: Sequence[Ask], wanted: Predictions, *, recompute: bool = False
+) -> Tensor:
+    """(P, V) of the predictions, over the asks' contexts."""
+    states = ask_states(model, asks, recompute=recompute)
+    return hf_adapter.logits(model, states[wanted.rows, wanted.places])
 
 
 @torch.no_grad()
 def ask_losses(model: PreTrainedModel, asks: Sequence[Ask]) -> Tensor:
     """(A,) cross-entropy on the answer of every question."""
     wanted = predictions([a.asked for a in asks], questions=False, device=model.device)
-    states = ask_states(model, asks)
-    logits = hf_adapter.logits(model, states[wanted.rows, wanted.places])
-    return answer_losses(logits, wanted, sum(len(a.asked) for a in asks))
+    return answer_losses(ask_logits(model, asks, wanted), wanted, sum(len(a.asked) for a in asks))
 
 
 def row_means(losses_A: Tensor, rows: Sequence[Prepared], *, passages: bool = False) -> list[Tensor]:

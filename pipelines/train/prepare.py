@@ -42,8 +42,13 @@ class Prepared:
     """The row's own question, others that its documents answer, then passages."""
 
     @property
+    def source_ids(self) -> list[int]:
+        """Tokens of all documents, in order."""
+        return [token for document in self.parts for part in document for token in part]
+
+    @property
     def source_tokens(self) -> int:
-        """Tokens of all documents."""
+        """How many these are."""
         return sum(len(part) for document in self.parts for part in document)
 
     @property

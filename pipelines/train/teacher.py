@@ -12,5 +12,4 @@ def full_contexts(
     model: PreTrainedModel, prefix_ids: Sequence[int], rows: Sequence[Prepared]
 ) -> list[ComposedContext]:
     """The joint context of each row: prefix, then its documents in their order, nothing compressed."""
-    documents = [[i for document in row.parts for part in document for i in part] for row in rows]
-    return [prefill(model, [*prefix_ids, *ids]) for ids in documents]
+    return [prefill(model, [*prefix_ids, *row.source_ids]) for row in rows]
