@@ -42,7 +42,7 @@ def demo(
         str, typer.Option(help="Alias, Hugging Face directory or hub id.")
     ] = ServeConfig.model_fields["model"].default,
     sidecar: Annotated[
-        str | None, typer.Option(help="Sidecar directory; the shipped one by default.")
+        str | None, typer.Option(help="Sidecar directory or s3:// URI; the shipped one by default.")
     ] = None,
     ratio: Annotated[int, typer.Option(min=1, help="Source tokens per slot.")] = 4,
     as_json: AsJson = False,

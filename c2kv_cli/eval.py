@@ -25,7 +25,7 @@ def eval_command(
     ratio: Annotated[list[int] | None, typer.Option(help="Source tokens per slot; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(help="Take only this many questions, drawn by seed.")] = None,
     model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
-    sidecar: Annotated[str | None, typer.Option(help="Sidecar directory.")] = None,
+    sidecar: Annotated[str | None, typer.Option(help="Sidecar directory or s3:// URI.")] = None,
     predictions: Annotated[str | None, typer.Option(help="JSONL file for every single answer.")] = None,
     as_json: AsJson = False,
 ) -> None:

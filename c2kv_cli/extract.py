@@ -27,7 +27,7 @@ def extract(
         str | None, typer.Option(help="Directory or s3:// URI of the store; made when absent.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
-    sidecar: Annotated[str | None, typer.Option(help="Sidecar directory.")] = None,
+    sidecar: Annotated[str | None, typer.Option(help="Sidecar directory or s3:// URI.")] = None,
     ratio: Annotated[list[int] | None, typer.Option(help="Source tokens per slot; may be repeated.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Tenant the documents belong to.")] = None,
     limit: Annotated[int | None, typer.Option(help="Take only this many documents.")] = None,

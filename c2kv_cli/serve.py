@@ -17,7 +17,7 @@ def serve(
     store: Annotated[str | None, typer.Option(help="Store to serve documents from.")] = None,
     model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
     sidecar: Annotated[
-        str | None, typer.Option(help="Sidecar directory; by default the shipped one.")
+        str | None, typer.Option(help="Sidecar directory or s3:// URI; by default the shipped one.")
     ] = None,
     ratio: Annotated[int | None, typer.Option(help="Source tokens per slot the store was made with.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Tenant whose documents are served.")] = None,

@@ -1,7 +1,5 @@
 """``c2kv store``: look at a store, check it, remove from it."""
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,7 +9,7 @@ from rich.table import Table
 
 from c2kv_cli.options import AsJson, print_json
 from c2kv_core.errors import C2KVError, InputError, StoreError
-from c2kv_core.store import IndexRow, KVStore
+from c2kv_core.store import KVStore, Totals
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
@@ -32,11 +30,13 @@ def ls(
 ) -> None:
     """Totals by namespace and fingerprint; with --documents, the documents themselves."""
     store = KVStore.open(uri)
-    rows = [r for r in store.rows(namespace=namespace) if r.fingerprint.startswith(fingerprint or "")]
-    groups = [_totals(store, *key, group) for key, group in sorted(_grouped(rows).items())]
+    totals = [t for t in store.totals(namespace=namespace) if t.fingerprint.startswith(fingerprint or "")]
+    groups = [_described(store, group) for group in totals]
+    shown = store.rows(namespace=namespace) if documents else []
+    rows = [row for row in shown if row.fingerprint.startswith(fingerprint or "")]
     if as_json:
         ids = {"ids": sorted({r.doc_id for r in rows})} if documents else {}
-        print_json({"uri": uri, "groups": groups, "documents": len(rows), **ids})
+        print_json({"uri": uri, "groups": groups, "documents": sum(t.documents for t in totals), **ids})
         return
     if documents:
         for row in rows:
@@ -69,7 +69,7 @@ def show(
 ) -> None:
     """Everything recorded of one document, at each fingerprint."""
     store = KVStore.open(uri)
-    rows = [row for row in store.rows(namespace=namespace) if row.doc_id == doc_id]
+    rows = store.rows_of([doc_id], namespace=namespace)
     if not rows:
         raise InputError(f"no document {doc_id!r} in namespace {namespace!r} of {uri}")
     text = store.text([doc_id], namespace=namespace).get(doc_id)
@@ -127,7 +127,7 @@ def rm(
 ) -> None:
     """Remove documents at every fingerprint, and their texts; `gc` then frees their bytes."""
     store = KVStore.open(uri)
-    known = {row.doc_id for row in store.rows(namespace=namespace)}
+    known = {row.doc_id for row in store.rows_of(doc_ids, namespace=namespace)}
     missing = [doc_id for doc_id in dict.fromkeys(doc_ids) if doc_id not in known]
     removed = store.delete(doc_ids, namespace=namespace)
     if as_json:
@@ -168,23 +168,10 @@ def gc(
         )
 
 
-def _grouped(rows: Iterable[IndexRow]) -> dict[tuple[str, str], list[IndexRow]]:
-    groups: dict[tuple[str, str], list[IndexRow]] = defaultdict(list)
-    for row in rows:
-        groups[row.namespace, row.fingerprint].append(row)
-    return groups
-
-
-def _totals(store: KVStore, namespace: str, fingerprint: str, rows: list[IndexRow]) -> dict[str, Any]:
-    tokens, size = sum(row.source_tokens for row in rows), sum(row.length for row in rows)
+def _described(store: KVStore, totals: Totals) -> dict[str, Any]:
+    identity = store.identity_of(totals.fingerprint)
     return {
-        "namespace": namespace,
-        "fingerprint": fingerprint,
-        "ratio": identity.ratio if (identity := store.identity_of(fingerprint)) else None,
-        "documents": len(rows),
-        "parts": sum(row.parts for row in rows),
-        "slots": sum(row.slots for row in rows),
-        "source_tokens": tokens,
-        "bytes": size,
-        "bytes_per_source_token": size / tokens,
+        **asdict(totals),
+        "ratio": None if identity is None else identity.ratio,
+        "bytes_per_source_token": totals.bytes / totals.source_tokens,
     }

@@ -15,6 +15,7 @@ from c2kv_core.base_digest import base_digest
 from c2kv_core.errors import InputError, RatioError, SidecarError
 from c2kv_core.identity import Identity
 from c2kv_core.models import load_tokenizer, model_directory, parse_dtype
+from c2kv_core.remote_sidecar import sidecar_directory
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SidecarConfig
 from c2kv_core.slots import check_ratio
@@ -29,7 +30,7 @@ class CompressorSpec:
     model: str = "smollm2-135m-instruct"
     """Alias, Hugging Face directory or hub id."""
     sidecar: str | None = None
-    """Sidecar directory; None takes the one shipped for the alias, else an untrained one."""
+    """Sidecar directory or ``s3://`` URI; None takes the one shipped for the alias, else an untrained one."""
     ratios: tuple[int, ...] = (4,)
     """Source tokens per slot; all are computed in one pass."""
     force_ratio: bool = False
@@ -55,7 +56,7 @@ class CompressorSpec:
     def sidecar_directory(self) -> Path | None:
         """Where the sidecar is; None means an untrained one."""
         if self.sidecar is not None:
-            return Path(self.sidecar).expanduser()
+            return sidecar_directory(self.sidecar)
         shipped = Path(str(resources.files("c2kv_core"))) / "pretrained" / self.model
         return shipped if self.model in ALIASES and shipped.is_dir() else None
 

@@ -157,3 +157,35 @@ def test_late_rows_of_a_task_that_was_tried_again_are_harmless(uri: str) -> None
     with pytest.raises(StoreError, match="is gone"):
         store.commit(second)
     assert store.verify().ok
+
+
+def test_totals_and_rows_of_some_documents_agree_with_all_rows(uri: str) -> None:
+    for changes, ids in (({}, ["a", "b", "c"]), ({"ratio": 8}, ["a"])):
+        identity = make_identity(**changes)
+        for namespace in ("acme", "other"):
+            documents = [
+                make_document(i, namespace=namespace, part_tokens=(18, 5), identity=identity) for i in ids
+            ]
+            KVStore.open(uri, identity=identity, create=True).put(documents)
+    store = open_store(uri)
+    for totals in (*store.totals(), *store.totals(namespace="other")):
+        rows = store.rows(namespace=totals.namespace, fingerprint=totals.fingerprint)
+        assert (totals.documents, totals.parts) == (len(rows), sum(row.parts for row in rows))
+        assert (totals.slots, totals.source_tokens) == (sum(r.slots for r in rows), 23 * len(rows))
+        assert totals.bytes == sum(row.length for row in rows)
+    assert [(t.namespace, t.documents) for t in store.totals()].count(("acme", 3)) == 1
+    assert len(store.totals()) == 4
+    assert len(store.totals(namespace="other")) == 2
+    assert store.totals(namespace="nobody") == []
+    chosen = [row for row in store.rows(namespace="acme") if row.doc_id in {"a", "c"}]
+    assert store.rows_of(["c", "a", "absent", "\ud800"], namespace="acme") == chosen
+    assert store.rows_of([], namespace="acme") == []
+
+
+def test_a_shard_of_many_small_records_has_room_for_all(uri: str) -> None:
+    store = open_store(uri)
+    documents = [make_document(f"doc-{n}", part_tokens=(1,), seed=n) for n in range(1500)]
+    documents += [make_document("parts", part_tokens=(1,) * 50)]
+    store.put(documents)
+    assert store.verify().ok
+    assert_same(store.get(["doc-1499"], namespace="acme")["doc-1499"], documents[1499])

@@ -11,6 +11,7 @@ from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage, StoredFile
 from c2kv_core.store.texts import SourceText
 from c2kv_core.store.timing import ReadTiming
+from c2kv_core.store.totals import Totals
 from c2kv_core.store.verify import Problem, VerifyReport
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "SourceText",
     "Storage",
     "StoredFile",
+    "Totals",
     "VerifyReport",
     "as_stored",
     "check_namespace",

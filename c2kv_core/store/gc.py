@@ -13,8 +13,8 @@ from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
 from c2kv_core.store.names import PROBES, SHARDS
-from c2kv_core.store.rewrite import DeadBytes, find_dead, rewrite
-from c2kv_core.store.storage import TEMPORARY, Storage
+from c2kv_core.store.rewrite import find_dead, rewrite
+from c2kv_core.store.storage import TEMPORARY, Storage, StoredFile
 from c2kv_core.store.texts import Texts
 
 DEFAULT_RETENTION_S = 86_400.0
@@ -60,11 +60,11 @@ def collect_garbage(
         raise InputError(f"expected a retention of 0 seconds or more, got {retention_s}")
     with as_store_error("collect garbage"):
         oldest_kept_s = time.time() - retention_s
-        dead = _dead_records(storage, index, oldest_kept_s)
+        files, live = _look(storage, index)
+        dead = find_dead(storage, [f for f in files if f.modified_s <= oldest_kept_s], live)
         rewritten = [one for one in dead if dry_run or rewrite(storage, index, identities, one)]
-        # Files first, rows second: what is committed in between is then seen as live.
-        files = [f for place in (SHARDS, PROBES, TEMPORARY) for f in storage.list_files(place)]
-        live = index.live_bytes().keys()
+        if rewritten and not dry_run:
+            files, live = _look(storage, index)
         unneeded = [file for file in files if file.path not in live]
         old = [file for file in unneeded if file.modified_s <= oldest_kept_s]
         if not dry_run:
@@ -84,6 +84,8 @@ def collect_garbage(
     )
 
 
-def _dead_records(storage: Storage, index: Index, oldest_kept_s: float) -> list[DeadBytes]:
-    old = [file for file in storage.list_files(SHARDS) if file.modified_s <= oldest_kept_s]
-    return find_dead(storage, old, index.live_bytes())
+def _look(storage: Storage, index: Index) -> tuple[list[StoredFile], dict[str, int]]:
+    """All files that may be unneeded, and the bytes of live records by shard."""
+    # Files first, rows second: what is committed in between is then seen as live.
+    files = [f for place in (SHARDS, PROBES, TEMPORARY) for f in storage.list_files(place)]
+    return files, index.live_bytes()

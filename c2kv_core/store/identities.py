@@ -1,5 +1,6 @@
 """``fingerprints/<fingerprint>.json``: the identity behind each fingerprint, readable."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,8 +9,10 @@ from c2kv_core.identity import Identity
 from c2kv_core.store.codecs import CODECS
 from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.manifest import FORMAT_VERSION
+from c2kv_core.store.miss import Miss
 from c2kv_core.store.names import identity_path
 from c2kv_core.store.record import DTYPES
+from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
 
 _SHOWN_CHARACTERS = 16
@@ -87,6 +90,20 @@ class Identities:
         return "; ".join(
             f"{name} differs (stored {_show(nearest, name)}, opened {_show(opened, name)})" for name in names
         )
+
+    def own_row(self, doc_id: str, rows: Sequence[IndexRow], opened: Identity) -> IndexRow | Miss:
+        """The row that ``opened`` may read among those of one document, or why there is none.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        own = next((row for row in rows if row.fingerprint == opened.fingerprint), None)
+        if own is not None:
+            return own
+        if not rows:
+            return Miss(reason="not_found", detail=f"no document {doc_id!r}")
+        difference = self.explain_difference(opened, {row.fingerprint for row in rows})
+        return Miss(reason="other_identity", detail=f"stored under another identity: {difference}")
 
 
 def _show(identity: Identity, name: str) -> str:

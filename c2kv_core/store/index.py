@@ -8,6 +8,7 @@ from c2kv_core.store.names import INDEX_TABLE, bucket_of
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
 from c2kv_core.store.table import Table
+from c2kv_core.store.totals import SUMMED, Totals, sum_up
 
 INDEX_SCHEMA: pa.Schema = pa.schema(
     [
@@ -98,6 +99,19 @@ class Index:
         """All live rows now, sorted by key."""
         return sorted(self._read(_where(namespace, fingerprint)), key=lambda row: row.key)
 
+    def rows_of_documents(self, namespace: str, doc_ids: Iterable[str]) -> list[IndexRow]:
+        """The live rows of some documents now, at every fingerprint, sorted by key; reads only their buckets."""
+        keys = document_keys(namespace, doc_ids, buckets=self.buckets)
+        wanted = set(keys["bucket"].to_pylist())
+        paths = [path for bucket, paths in self.files().items() if bucket in wanted for path in paths]
+        where = {**_where(namespace, None), "doc_id": keys["doc_id"].to_pylist()}
+        return sorted(self._read(where, paths), key=lambda row: row.key)
+
+    def totals(self, *, namespace: str | None = None) -> list[Totals]:
+        """Sums over the live rows now, by namespace and fingerprint."""
+        columns = ["namespace", "fingerprint", *SUMMED]
+        return sum_up(self.table.read(self._paths(), columns=columns, where=_where(namespace, None)))
+
     def live_bytes(self) -> dict[str, int]:
         """Bytes of live records by shard; no row becomes an object."""
         sums = (
@@ -122,8 +136,10 @@ class Index:
         """All files of the newest version."""
         return [path for paths in self.files().values() for path in paths]
 
-    def _read(self, where: Mapping[str, Sequence[str]]) -> list[IndexRow]:
-        table = self.table.read(self._paths(), columns=_STORED, where=where)
+    def _read(self, where: Mapping[str, Sequence[str]], paths: Sequence[str] | None = None) -> list[IndexRow]:
+        """Rows of these files; of all by default."""
+        paths = self._paths() if paths is None else paths
+        table = self.table.read(paths, columns=_STORED, where=where)
         return [
             IndexRow(bucket=bucket_of(values["namespace"], values["doc_id"], buckets=self.buckets), **values)
             for values in table.to_pylist()

@@ -17,12 +17,7 @@ from c2kv_core.store.gc import DEFAULT_RETENTION_S, GcReport, collect_garbage
 from c2kv_core.store.identities import Identities, check_identity
 from c2kv_core.store.index import Index
 from c2kv_core.store.intake import check_committable, check_document
-from c2kv_core.store.manifest import (
-    DEFAULT_BUCKETS,
-    Manifest,
-    check_can_hold_store,
-    read_manifest,
-)
+from c2kv_core.store.manifest import DEFAULT_BUCKETS, Manifest, check_can_hold_store, read_manifest
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.names import check_namespace, check_run
 from c2kv_core.store.probe import probe
@@ -32,6 +27,7 @@ from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
 from c2kv_core.store.texts import SourceText, Texts
 from c2kv_core.store.timing import ReadTiming
+from c2kv_core.store.totals import Totals
 from c2kv_core.store.verify import VerifyReport, verify_rows
 from c2kv_core.store.writer import write_shard
 
@@ -51,7 +47,6 @@ class KVStore:
         self._storage = storage
         self._buckets = manifest.buckets
         self._identity = identity
-        self._fingerprint = None if identity is None else identity.fingerprint
         self._index = Index(storage, buckets=manifest.buckets)
         self._texts = Texts(storage, buckets=manifest.buckets)
         self._identities = Identities(storage)
@@ -196,7 +191,7 @@ class KVStore:
         """
         identity = self._required_identity("read slots")
         found = self._reader.lookup(check_namespace(namespace), _listed(ids))
-        return {doc_id: self._own_row(doc_id, rows, identity) for doc_id, rows in found.items()}
+        return {doc_id: self._identities.own_row(doc_id, rows, identity) for doc_id, rows in found.items()}
 
     def get(
         self, ids: Iterable[str], *, namespace: str, timing: ReadTiming | None = None
@@ -261,6 +256,23 @@ class KVStore:
         """
         return self._index.rows(namespace=namespace, fingerprint=fingerprint)
 
+    def rows_of(self, ids: Iterable[str], *, namespace: str) -> list[IndexRow]:
+        """Live rows of some documents now, at every fingerprint, sorted by id and fingerprint.
+
+        Raises:
+            InputError: a malformed namespace, or a string instead of a list of ids.
+            StoreError: the index cannot be read.
+        """
+        return self._index.rows_of_documents(check_namespace(namespace), _listed(ids))
+
+    def totals(self, *, namespace: str | None = None) -> list[Totals]:
+        """Documents, slots, tokens and bytes that are live now, by namespace and fingerprint.
+
+        Raises:
+            StoreError: the index cannot be read.
+        """
+        return self._index.totals(namespace=namespace)
+
     def identity_of(self, fingerprint: str) -> Identity | None:
         """What made the records of a fingerprint; None where the store does not say."""
         return self._identities.load(fingerprint)
@@ -288,7 +300,7 @@ class KVStore:
             StoreError: the index cannot be read.
         """
         identity = self._required_identity("read slots")
-        fingerprints = {row.fingerprint for row in self.rows(namespace=check_namespace(namespace))}
+        fingerprints = {group.fingerprint for group in self.totals(namespace=check_namespace(namespace))}
         if not fingerprints or identity.fingerprint in fingerprints:
             return None
         return (
@@ -364,15 +376,6 @@ class KVStore:
         fetched = fetch_documents(self._storage, list(live.values()), identity=identity, timing=timing)
         by_id = dict(zip(live, fetched, strict=True))
         return {doc_id: by_id[doc_id] if isinstance(row, IndexRow) else row for doc_id, row in found.items()}
-
-    def _own_row(self, doc_id: str, rows: tuple[IndexRow, ...], identity: Identity) -> IndexRow | Miss:
-        own = next((row for row in rows if row.fingerprint == self._fingerprint), None)
-        if own is not None:
-            return own
-        if not rows:
-            return Miss(reason="not_found", detail=f"no document {doc_id!r}")
-        difference = self._identities.explain_difference(identity, {row.fingerprint for row in rows})
-        return Miss(reason="other_identity", detail=f"stored under another identity: {difference}")
 
     def _count(self, outcome: StoredDocument | Miss) -> None:
         if isinstance(outcome, Miss):

@@ -100,13 +100,19 @@ def encode_record(content: RecordContent, *, record_start: int) -> EncodedRecord
     """The record batch that goes to offset ``record_start`` (bytes) of a file."""
     rows = [dict(row) for row in content.rows]
     # Nothing about the layout of the head depends on the values filled in below.
-    head_length = _batch(rows, pa.array([b""] * len(rows), pa.large_binary())).serialize().size
+    head_length = _head_bytes(rows)
     values_length = 0
     for row in rows:
         row["kv_offset"] = -(record_start + head_length + values_length) % ALIGNMENT_BYTES
         values_length += row["kv_offset"] + row["kv_length"]
     kv = _fill(content, rows, values_length)
     return EncodedRecord(batch=_batch(rows, kv), head_length=head_length)
+
+
+def record_bytes_bound(content: RecordContent) -> int:
+    """Bytes that the record of a document takes at most, wherever it lies."""
+    values: int = sum(row["kv_length"] + ALIGNMENT_BYTES for row in content.rows)
+    return _head_bytes(content.rows) + values + ALIGNMENT_BYTES
 
 
 def layer_bytes(*, kv_heads: int, slots: int, head_dim: int, dtype: str, quantisation: str) -> int:
@@ -144,6 +150,10 @@ def _describe(document: StoredDocument, index: int, fingerprint: str, quantisati
         "layer_checksums": [bytes(CHECKSUM_BYTES)] * layers,
         "checksum": bytes(CHECKSUM_BYTES),
     }
+
+
+def _head_bytes(rows: list[dict[str, Any]]) -> int:
+    return int(_batch(rows, pa.array([b""] * len(rows), pa.large_binary())).serialize().size)
 
 
 def _fill(content: RecordContent, rows: list[dict[str, Any]], values_length: int) -> pa.Array:

@@ -28,7 +28,10 @@ POOL_CONNECTIONS = 32
 """Connections that are kept open; also the most requests at once."""
 
 _DEFAULT_REGION = "us-east-1"
-_MISSING = {"NoSuchKey", "NoSuchUpload", "404"}
+MISSING = {"NoSuchKey", "NoSuchUpload", "404"}
+"""Codes of what is not there."""
+TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
+"""Codes of a conditional write that another writer won."""
 _ADVICE = {
     "NoSuchBucket": "there is no such bucket; create it, or correct the URI",
     "InvalidAccessKeyId": "the server does not know the access key; check AWS_ACCESS_KEY_ID",
@@ -141,7 +144,7 @@ def plain_errors(doing: str) -> Iterator[None]:
     except ClientError as error:
         told = error.response.get("Error", {})
         code = str(told.get("Code", "unknown"))
-        if code in _MISSING:
+        if code in MISSING:
             raise FileNotFoundError(errno.ENOENT, "no such object", doing) from error
         said = _ADVICE.get(code) or f"{code}: {str(told.get('Message', '')).strip() or 'no reason given'}"
         raise ObjectStorageError(f"{doing}: {said}") from error

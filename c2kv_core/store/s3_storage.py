@@ -16,7 +16,9 @@ from urllib3.exceptions import HTTPError
 from c2kv_core.errors import InputError
 from c2kv_core.store.s3_client import (
     ATTEMPTS,
+    MISSING,
     POOL_CONNECTIONS,
+    TAKEN,
     ObjectStorageError,
     S3Session,
     error_code,
@@ -117,12 +119,7 @@ class S3Storage:
                     **self._place(path), Body=body, IfNoneMatch="*", Metadata={_WRITER: writer}
                 )
             except ClientError as error:
-                if error_code(error) not in (
-                    "PreconditionFailed",
-                    "ConditionalRequestConflict",
-                    "412",
-                    "409",
-                ):
+                if error_code(error) not in TAKEN:
                     raise
                 # The first answer may have been lost and the client have tried again.
                 return self._writer_of(path) == writer
@@ -188,7 +185,7 @@ class S3Storage:
         try:
             found = self._client.head_object(**self._place(path))
         except ClientError as error:
-            if error_code(error) in ("404", "NoSuchKey"):
+            if error_code(error) in MISSING:
                 return None
             raise
         writer: str | None = found.get("Metadata", {}).get(_WRITER)
@@ -283,7 +280,7 @@ class S3Storage:
         try:
             self._client.abort_multipart_upload(**self._place(key), UploadId=upload)
         except ClientError as error:
-            if error_code(error) in ("NoSuchUpload", "404"):
+            if error_code(error) in MISSING:
                 return False
             raise
         return True

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from c2kv_core.store.checksum import digest
-from c2kv_core.store.record import RECORD_SCHEMA, RecordContent, encode_record
+from c2kv_core.store.record import RECORD_SCHEMA, RecordContent, encode_record, record_bytes_bound
 
 _MAGIC_BYTES = 8
 """``ARROW1`` and two zero bytes, before the schema message."""
-FIRST_RECORD = _MAGIC_BYTES + RECORD_SCHEMA.serialize().size
+FIRST_RECORD: int = _MAGIC_BYTES + RECORD_SCHEMA.serialize().size
 """Offset of a shard's first record."""
 TAIL_BYTES = 10
 """A shard ends with its footer's length (int32) and ``ARROW1``."""
 _END_OF_STREAM_BYTES = 8
+_FOOTER_BYTES = 256
+"""End of stream, the footer's own fields, its length and magic, rounded up."""
+_BLOCK_BYTES = 24
+"""Of the footer for each record (struct ``Block`` of the format's File.fbs)."""
 _MAGIC = b"ARROW1"
 
 
@@ -34,7 +38,9 @@ class RecordPlace:
 
 def build_shard(contents: Sequence[RecordContent]) -> tuple[pa.Buffer, list[RecordPlace]]:
     """The bytes of a shard and the place of each record in it, in the order given."""
-    sink = pa.BufferOutputStream()
+    # In memory of the final size: a buffer that grows costs several times the copying.
+    memory = pa.allocate_buffer(_bytes_bound(contents))
+    sink = pa.FixedSizeBufferWriter(memory)
     spans: list[tuple[int, int, int]] = []
     # The writer puts magic and schema into the file only when the first batch comes.
     start = FIRST_RECORD
@@ -45,8 +51,14 @@ def build_shard(contents: Sequence[RecordContent]) -> tuple[pa.Buffer, list[Reco
             end = sink.tell()
             spans.append((start, end, encoded.head_length))
             start = end
-    data = sink.getvalue()
+    data = memory.slice(0, sink.tell())
     return data, [_place(data, *span) for span in spans]
+
+
+def _bytes_bound(contents: Sequence[RecordContent]) -> int:
+    """Bytes that a shard of these takes at most."""
+    footer: int = _FOOTER_BYTES + RECORD_SCHEMA.serialize().size + _BLOCK_BYTES * len(contents)
+    return footer + FIRST_RECORD + sum(record_bytes_bound(content) for content in contents)
 
 
 def _place(data: pa.Buffer, start: int, end: int, head_length: int) -> RecordPlace:

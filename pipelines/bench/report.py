@@ -4,7 +4,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def alternate(runs: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
+def alternate(runs: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
     """Median seconds of each run, all taken in turn so that a slow spell of the machine hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():

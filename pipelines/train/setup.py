@@ -14,6 +14,7 @@ from c2kv_core.base_digest import base_digest
 from c2kv_core.digest import update_digest
 from c2kv_core.errors import SidecarError
 from c2kv_core.models import model_directory
+from c2kv_core.remote_sidecar import sidecar_directory
 from c2kv_core.text import ChatRenderer
 from pipelines.train.config import TrainConfig
 from pipelines.train.control_objective import ControlObjective
@@ -125,7 +126,7 @@ def _sidecar(config: TrainConfig, model: PreTrainedModel, eos_token_id: int | No
         # Low-rank projections start from random numbers; every worker draws the same.
         torch.manual_seed(config.seed)
         return Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
-    loaded = Sidecar.load(config.init_sidecar)
+    loaded = Sidecar.load(sidecar_directory(config.init_sidecar))
     if loaded.header.base_digest not in ("", weights):
         raise SidecarError(
             f"{config.init_sidecar} was trained for base weights {loaded.header.base_digest[:12]}, those of "

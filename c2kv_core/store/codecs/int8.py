@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from c2kv_core.store.codecs.codec import LayerShape
+from c2kv_core.store.storage import ALIGNMENT_BYTES
 
 _LARGEST = 127
-_ALIGNMENT_BYTES = 64
 _SCALE = torch.float32
 
 
@@ -24,7 +24,7 @@ class Int8:
     """Half the bytes of bfloat16, and a little for the scales."""
 
     def layer_bytes(self, shape: LayerShape, dtype: torch.dtype) -> int:
-        return -(-sum(_sizes(shape)) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return -(-sum(_sizes(shape)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def encode(self, keys_LKMH: Tensor, values_LKMH: Tensor, target: Tensor) -> None:
         layers, kv_heads, slots, head_dim = keys_LKMH.shape
