@@ -1,5 +1,6 @@
 """The storage operations on a real S3 server, its faults included, and both back ends by one set of tests."""
 
+import random
 import threading
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from c2kv_core.store.names import PROBES
 from c2kv_core.store.probe import probe
 from c2kv_core.store.s3_client import ObjectStorageError
 from c2kv_core.store.s3_storage import PART_BYTES, S3Storage
-from c2kv_core.store.storage import GAP_BYTES, TEMPORARY, FileRange
+from c2kv_core.store.storage import GAP_BYTES, TEMPORARY, FileRange, read_ranges
 from tests.core_store_kit import make_document, make_identity
 from tests.s3_server import S3Server
 
@@ -74,7 +75,7 @@ def test_many_ranges_come_at_once_in_order(storage: Storage) -> None:
         FileRange(path="one", offset=25, length=20),
         FileRange(path="two", offset=len(data) - 5, length=50),
     ]
-    found = storage.get_ranges(wanted)
+    found = read_ranges(storage, wanted)
     for asked, got in zip(wanted, found, strict=True):
         if asked.path == "gone":
             assert isinstance(got, FileNotFoundError)
@@ -83,6 +84,35 @@ def test_many_ranges_come_at_once_in_order(storage: Storage) -> None:
         whole = data if asked.path == "one" else data[::-1]
         assert got.to_pybytes() == whole[asked.offset : asked.offset + asked.length]
         assert got.address % 64 == asked.offset % 64
+
+
+def test_ranges_over_parts_and_the_end_of_a_file(storage: Storage) -> None:
+    data = random.Random(0).randbytes(2 * PART_BYTES + 1000)
+    storage.put("big", data)
+    size = len(data)
+    spans = [
+        (0, size),
+        (10, 100),
+        (PART_BYTES - 5, 10),
+        (PART_BYTES, PART_BYTES),
+        (2 * PART_BYTES - 1, 2000),
+        (size - 3, 100),
+        (size, 10),
+        (size + 5, 10),
+        (7, 0),
+    ]
+    wanted = [FileRange(path="big", offset=offset, length=length) for offset, length in spans]
+    seen = []
+    for number, got in storage.stream_ranges(wanted):
+        offset, length = spans[number]
+        assert isinstance(got, pa.Buffer)
+        assert got.to_pybytes() == data[offset : offset + length], spans[number]
+        seen.append(number)
+    assert sorted(seen) == list(range(len(spans)))
+    for number, alone in enumerate(wanted):
+        (got,) = read_ranges(storage, [alone])
+        assert isinstance(got, pa.Buffer)
+        assert got.to_pybytes() == data[alone.offset : alone.offset + alone.length], spans[number]
 
 
 def test_of_many_that_create_one_wins(storage: Storage) -> None:

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 
+import pyarrow as pa
+
 from c2kv_core.document import StoredDocument
 from c2kv_core.identity import Identity
 from c2kv_core.store.decode import decode_record
@@ -24,20 +26,22 @@ def fetch_documents(
 ) -> list[StoredDocument | Miss]:
     """The document at each row's place, or why there is none. Never raises for what storage holds.
 
-    All are asked for at once, so that a remote store is waited for once.
+    All are asked for at once, so that a remote store is waited for once; each is checked while others arrive.
     """
     ranges = [FileRange(path=row.shard, offset=row.offset, length=row.length) for row in rows]
-    records = storage.get_ranges(ranges)
-    outcomes: list[StoredDocument | Miss] = []
-    for row, record in zip(rows, records, strict=True):
-        if isinstance(record, FileNotFoundError):
-            outcomes.append(Miss(reason="missing_shard", detail=f"the shard {row.shard} is gone"))
-        elif isinstance(record, OSError):
-            detail = f"cannot read {row.shard}: {first_line(record)}"
-            outcomes.append(Miss(reason="unreadable_shard", detail=detail))
-        else:
-            started_s = time.monotonic()
-            outcomes.append(decode_record(record, row=row, identity=identity))
-            if timing is not None:
-                timing.verify_s += time.monotonic() - started_s
-    return outcomes
+    outcomes: dict[int, StoredDocument | Miss] = {}
+    for number, record in storage.stream_ranges(ranges):
+        started_s = time.monotonic()
+        outcomes[number] = _outcome(record, rows[number], identity)
+        if timing is not None:
+            timing.verify_s += time.monotonic() - started_s
+    return [outcomes[number] for number in range(len(rows))]
+
+
+def _outcome(record: pa.Buffer | OSError, row: IndexRow, identity: Identity) -> StoredDocument | Miss:
+    if isinstance(record, FileNotFoundError):
+        return Miss(reason="missing_shard", detail=f"the shard {row.shard} is gone")
+    if isinstance(record, OSError):
+        detail = f"cannot read {row.shard}: {first_line(record)}"
+        return Miss(reason="unreadable_shard", detail=detail)
+    return decode_record(record, row=row, identity=identity)

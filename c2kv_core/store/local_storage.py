@@ -52,14 +52,12 @@ class LocalStorage:
         # Arrow's own slice does not look at the end of the buffer.
         return whole.slice(offset, max(0, min(length, whole.size - offset)))
 
-    def get_ranges(self, ranges: Sequence[FileRange]) -> list[pa.Buffer | OSError]:
-        found: list[pa.Buffer | OSError] = []
-        for wanted in ranges:
+    def stream_ranges(self, ranges: Sequence[FileRange]) -> Iterator[tuple[int, pa.Buffer | OSError]]:
+        for number, wanted in enumerate(ranges):
             try:
-                found.append(self.get_range(wanted.path, offset=wanted.offset, length=wanted.length))
+                yield number, self.get_range(wanted.path, offset=wanted.offset, length=wanted.length)
             except OSError as error:
-                found.append(error)
-        return found
+                yield number, error
 
     def put(self, path: str, data: pa.Buffer | bytes) -> None:
         target = self._resolve(path)

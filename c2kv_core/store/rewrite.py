@@ -16,7 +16,7 @@ from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.shard import FIRST_RECORD, TAIL_BYTES, records_end
-from c2kv_core.store.storage import FileRange, Storage, StoredFile
+from c2kv_core.store.storage import FileRange, Storage, StoredFile, read_ranges
 from c2kv_core.store.writer import publish_shard
 
 RUN = "gc"
@@ -36,9 +36,8 @@ def find_dead(
 ) -> list[DeadBytes]:
     """Shards among ``files`` that hold both live and dead records; ``live_bytes`` by shard."""
     live = [file for file in files if file.path in live_bytes and file.size_bytes > TAIL_BYTES]
-    tails = storage.get_ranges(
-        [FileRange(path=f.path, offset=f.size_bytes - TAIL_BYTES, length=TAIL_BYTES) for f in live]
-    )
+    ends = [FileRange(path=f.path, offset=f.size_bytes - TAIL_BYTES, length=TAIL_BYTES) for f in live]
+    tails = read_ranges(storage, ends)
     found = []
     for file, tail in zip(live, tails, strict=True):
         end = records_end(tail, size=file.size_bytes) if isinstance(tail, pa.Buffer) else None
@@ -64,7 +63,7 @@ def rewrite(storage: Storage, index: Index, identities: Identities, found: DeadB
         return False
     ranges = [FileRange(path=row.shard, offset=row.offset, length=row.length) for row in rows]
     contents = []
-    for row, record in zip(rows, storage.get_ranges(ranges), strict=True):
+    for row, record in zip(rows, read_ranges(storage, ranges), strict=True):
         content = reuse_record(record, row=row, identity=identity) if isinstance(record, pa.Buffer) else None
         if content is None or isinstance(content, Miss):
             return False

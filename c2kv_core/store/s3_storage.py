@@ -5,6 +5,8 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +26,7 @@ from c2kv_core.store.s3_client import (
     error_code,
     plain_errors,
 )
-from c2kv_core.store.storage import TEMPORARY, FileRange, StoredFile, aligned_buffer, coalesce
+from c2kv_core.store.storage import TEMPORARY, FileRange, StoredFile, aligned_buffer, coalesce, read_ranges
 
 PART_BYTES = 16 * 2**20
 """Size of the parts in which larger objects are written, and of the ranges in which they are read."""
@@ -80,27 +82,21 @@ class S3Storage:
         return buffer
 
     def get_range(self, path: str, *, offset: int, length: int) -> pa.Buffer:
-        (found,) = self.get_ranges([FileRange(path=path, offset=offset, length=length)])
+        (found,) = read_ranges(self, [FileRange(path=path, offset=offset, length=length)])
         if isinstance(found, OSError):
             raise found
         return found
 
-    def get_ranges(self, ranges: Sequence[FileRange]) -> list[pa.Buffer | OSError]:
-        """See ``Storage``. All requests run at once; neighbours share one."""
-        found: list[pa.Buffer | OSError] = [pa.py_buffer(b"")] * len(ranges)
-        fetched = [(group, self._fetch(group.whole)) for group in coalesce(ranges)]
-        for group, fetch in fetched:
-            try:
-                whole = fetch()
-            except OSError as error:
-                for place in group.places:
-                    found[place] = error
-                continue
-            for place in group.places:
-                start = ranges[place].offset - group.whole.offset
-                length = max(0, min(ranges[place].length, whole.size - start))
-                found[place] = whole.slice(start, length) if length else pa.py_buffer(b"")
-        return found
+    def stream_ranges(self, ranges: Sequence[FileRange]) -> Iterator[tuple[int, pa.Buffer | OSError]]:
+        """See ``Storage``. Neighbours share requests."""
+        arriving = [(group, self._fetch(group.whole)) for group in coalesce(ranges)]
+        for group, fetch in arriving:
+            for number in group.places:
+                start = ranges[number].offset - group.whole.offset
+                try:
+                    yield number, fetch.wait_for(start, ranges[number].length)
+                except OSError as error:
+                    yield number, error
 
     def put(self, path: str, data: pa.Buffer | bytes) -> None:
         buffer = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
@@ -193,21 +189,18 @@ class S3Storage:
 
     # ---- reading
 
-    def _fetch(self, wanted: FileRange) -> Any:
-        """Start reading a range in pieces; the returned call waits and gives the buffer."""
+    def _fetch(self, wanted: FileRange) -> "_Fetch":
+        """Start reading a range in pieces, cut where the parts of the object were: servers keep those apart."""
         buffer, view = aligned_buffer(wanted.offset, wanted.length)
+        inside = wanted.offset % PART_BYTES
+        ends = (
+            [*range(PART_BYTES - inside, wanted.length, PART_BYTES), wanted.length] if wanted.length else []
+        )
         pieces = [
-            self._pool.submit(
-                self._read_piece, wanted.path, wanted.offset + start, view[start : start + PART_BYTES]
-            )
-            for start in range(0, wanted.length, PART_BYTES)
+            self._pool.submit(self._read_piece, wanted.path, wanted.offset + start, view[start:end])
+            for start, end in pairwise([0, *ends])
         ]
-
-        def wait() -> pa.Buffer:
-            read = sum([piece.result() for piece in pieces])
-            return buffer.slice(0, read)
-
-        return wait
+        return _Fetch(buffer=buffer, ends=ends, pieces=pieces)
 
     def _read_piece(self, path: str, offset: int, into: memoryview) -> int:
         """Fill a view; how many bytes the object had for it. A broken answer is gone on with where it broke."""
@@ -284,6 +277,28 @@ class S3Storage:
                 return False
             raise
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fetch:
+    """Memory that is being filled in pieces."""
+
+    buffer: pa.Buffer
+    ends: list[int]
+    """Of each piece in the buffer."""
+    pieces: list[Future[int]]
+    """Bytes that each found: fewer than asked for at the object's end."""
+
+    def wait_for(self, start: int, length: int) -> pa.Buffer:
+        """Bytes of the buffer, once they are here; fewer where the object ends before."""
+        here = 0
+        for begin, end, piece in zip([0, *self.ends], self.ends, self.pieces, strict=False):
+            if start < end and begin < start + length:
+                here = begin + piece.result()
+                if here < end:
+                    break
+        length = max(0, min(start + length, here) - start)
+        return self.buffer.slice(start, length) if length else pa.py_buffer(b"")
 
 
 class _BrokenAnswerError(Exception):

@@ -78,6 +78,12 @@ def aligned_buffer(offset: int, length: int) -> tuple[pa.Buffer, memoryview]:
     return memory.slice(lead, length), memoryview(memory).cast("B")[lead:]
 
 
+def read_ranges(storage: "Storage", ranges: Sequence[FileRange]) -> list[pa.Buffer | OSError]:
+    """Every range, in the order asked for, once all are here; what failed as its error."""
+    found = dict(storage.stream_ranges(ranges))
+    return [found[number] for number in range(len(ranges))]
+
+
 class Storage(Protocol):
     """Operations on files. Absent files raise FileNotFoundError, any other failure OSError."""
 
@@ -106,8 +112,11 @@ class Storage(Protocol):
         """
         ...
 
-    def get_ranges(self, ranges: Sequence[FileRange]) -> list[pa.Buffer | OSError]:
-        """``get_range`` of each, in the order given; what fails is given back as its error."""
+    def stream_ranges(self, ranges: Sequence[FileRange]) -> Iterator[tuple[int, pa.Buffer | OSError]]:
+        """``get_range`` of each with its number, all asked for at once, each given as soon as it is here.
+
+        What fails is given as its error.
+        """
         ...
 
     def put(self, path: str, data: pa.Buffer | bytes) -> None:
