@@ -65,6 +65,10 @@ class DecodeCache:
         self._values = [_with_room(v, capacity) for v in context.values]
         self._used = [used] * len(self._keys)
 
+    def keep(self, entries: int) -> None:
+        """Forget all but the first ``entries``, in every layer."""
+        self._used = [entries] * len(self._used)
+
     def update(self, keys: Tensor, values: Tensor, layer: int, **extra: Any) -> tuple[Tensor, Tensor]:
         """See ``hf_adapter.LayerCache``; the tensors returned are views."""
         start = self._used[layer]

@@ -1,5 +1,6 @@
 """Answer token ids over a composed context, one at a time, by the pure base model."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -8,7 +9,7 @@ from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
 from c2kv_core.cache import ContextCache, DecodeCache
-from c2kv_core.compose import ComposedContext, check_ids, check_positions, token_states
+from c2kv_core.compose import PREFILL_CHUNK_TOKENS, ComposedContext, check_ids, check_positions, token_states
 from c2kv_core.errors import InputError
 from c2kv_core.sampling import Sampler, SamplingParams
 
@@ -36,30 +37,51 @@ class Decoder:
         if max_new_tokens < 1:
             raise InputError(f"expected max_new_tokens of 1 or more, got {max_new_tokens}")
         self._model = model
-        self._question = list(question_ids)
-        self._position = context.next_position if context else 0
+        self._question = deque(
+            question_ids[start : start + PREFILL_CHUNK_TOKENS]
+            for start in range(0, len(question_ids), PREFILL_CHUNK_TOKENS)
+        )
+        self.position = context.next_position if context else 0
+        """Of the token that comes next."""
         # The last token drawn is never fed back, so it needs no position.
-        check_positions(model, self._position + len(question_ids) + max_new_tokens - 1)
+        check_positions(model, self.position + len(question_ids) + max_new_tokens - 1)
         cache = context.cache if context else _empty_cache(model)
         self._entries = cache.num_entries
-        self._cache = DecodeCache(cache, extra_tokens=len(question_ids) + max_new_tokens - 1)
+        self.cache = DecodeCache(cache, extra_tokens=len(question_ids) + max_new_tokens - 1)
+        """Context, question and answer so far."""
 
     @torch.no_grad()
     def prefill_question(self) -> Tensor:
         """Logits (vocabulary,) of the first answer token."""
-        return self._feed(self._question)
+        while (logits_V := self.prefill_chunk()) is None:
+            pass
+        return logits_V
+
+    @torch.no_grad()
+    def prefill_chunk(self) -> Tensor | None:
+        """Read on in the question, at most ``PREFILL_CHUNK_TOKENS``; with its end, the first answer token's logits."""
+        hidden_TD = self._feed(self._question.popleft())
+        return None if self._question else hf_adapter.logits(self._model, hidden_TD[-1])
 
     @torch.no_grad()
     def step(self, token: int) -> Tensor:
         """Logits (vocabulary,) of the token after ``token``."""
-        return self._feed([token])
+        return hf_adapter.logits(self._model, self._feed([token])[-1])
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens whose keys and values have been put into ``cache``."""
+        self.position += tokens
+        self._entries += tokens
+
+    def rewind(self) -> None:
+        """Drop from ``cache`` what has not been counted by ``advance``."""
+        self.cache.keep(self._entries)
 
     def _feed(self, ids: Sequence[int]) -> Tensor:
         ids_BT = torch.as_tensor(ids, dtype=torch.int64, device=self._model.device)[None]
-        hidden = token_states(self._model, ids_BT, self._cache, start=self._position, past=self._entries)
-        self._position += len(ids)
-        self._entries += len(ids)
-        return hf_adapter.logits(self._model, hidden[0, -1])
+        hidden_BTD = token_states(self._model, ids_BT, self.cache, start=self.position, past=self._entries)
+        self.advance(len(ids))
+        return hidden_BTD[0]
 
 
 def generate(

@@ -138,6 +138,11 @@ def run_model(
     angles = rotation(model, positions)
     for layer in decoder_layers(model):
         hidden = run_layer(layer, hidden, positions=positions, angles=angles, cache=cache, mask=mask)
+    return final_norm(model, hidden)
+
+
+def final_norm(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The norm behind the last layer, over (B, T, D)."""
     normed: Tensor = model.model.norm(hidden)
     return normed
 

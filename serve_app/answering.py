@@ -1,28 +1,48 @@
-"""One answer as turns: context, question, then a token a turn."""
+"""One answer as turns: context, question, then a token a round."""
 
 import time
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from c2kv_core import hf_adapter
 from c2kv_core.compressor import Compressor
+from c2kv_core.decode_batch import step_together
 from c2kv_core.generate import Decoder
 from c2kv_core.sampling import Sampler
 from c2kv_core.text import TextStream
 from serve_app.context_builder import BuiltContext, ContextBuilder
-from serve_app.jobs import Finished, Job, Started, Text, Turns
+from serve_app.jobs import Finished, Job, Started, Step, Text, Turns
+
+_COPIES = 2
+"""While an answer begins, its context exists twice: as composed, and with room for question and answer."""
 
 
 class Answerer:
     """Makes answers with one model; every turn must run on the thread that owns it."""
 
-    def __init__(self, compressor: Compressor, contexts: ContextBuilder) -> None:
+    def __init__(self, compressor: Compressor, contexts: ContextBuilder, *, ratio: int) -> None:
         self._compressor = compressor
         self._contexts = contexts
+        self._ratio = ratio
         self._eos_token_ids = hf_adapter.eos_token_ids(compressor.model)
 
     def turns(self, job: Job) -> Turns:
-        """The answer to a job; nothing is computed before the first ``next``."""
+        """The answer to a job; nothing is computed before the first ``send``."""
         submitted_s = time.monotonic()
         return self._turns(job, submitted_s)
+
+    def step(self, steps: Sequence[Step]) -> Tensor:
+        """Logits (B, V) of B answers that wait for a token."""
+        return step_together(
+            self._compressor.model, [step.decoder for step in steps], [step.token for step in steps]
+        )
+
+    def size_bytes(self, job: Job) -> int:
+        """Memory that the keys and values of an answer take at most."""
+        entries = len(job.prefix_ids) + sum(d.work.entries(self._ratio) for d in job.documents)
+        own = len(job.question_ids) + job.max_new_tokens
+        return (_COPIES * entries + own) * self._contexts.token_bytes
 
     def _turns(self, job: Job, submitted_s: float) -> Turns:
         queue_s = time.monotonic() - submitted_s
@@ -32,8 +52,10 @@ class Answerer:
         )
         # The decoder has its own copy; the context need not live as long as the answer.
         built.context = None
+        while (logits_V := decoder.prefill_chunk()) is None:
+            yield None
         sampler = Sampler(job.sampling)
-        token = sampler.draw(decoder.prefill_question())
+        token = sampler.draw(logits_V)
         yield _started(built, queue_s)
         yield from self._draw(job, decoder, sampler, token)
 
@@ -42,13 +64,14 @@ class Answerer:
         drawn = 0
         while token not in self._eos_token_ids:
             drawn += 1
-            piece = text.push(token)
-            yield Text(text=piece) if piece else None
+            if piece := text.push(token):
+                yield Text(text=piece)
             if text.stopped or drawn == job.max_new_tokens:
                 break
-            token = sampler.draw(decoder.step(token))
-        rest = text.finish()
-        if rest:
+            logits_V = yield Step(decoder=decoder, token=token)
+            assert logits_V is not None, "engines answer a step with logits"
+            token = sampler.draw(logits_V)
+        if rest := text.finish():
             yield Text(text=rest)
         ended = token in self._eos_token_ids or text.stopped
         yield Finished(reason="stop" if ended else "length", completion_tokens=drawn)

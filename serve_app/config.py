@@ -48,9 +48,11 @@ class ServeConfig(Config):
     torch_threads: int | None = Field(default=None, ge=1)
     """Threads of a replica's CPU maths; null shares the cores out among the replicas; a GPU needs none."""
 
-    max_running: int = Field(default=4, ge=1)
-    """Requests of a replica that are decoded at the same time; more wait in the replica."""
-    max_ongoing_requests: int = Field(default=16, ge=1)
+    max_running: int = Field(default=16, ge=1)
+    """Requests of a replica that are decoded at the same time, in one batch; more wait in the replica."""
+    max_running_bytes: int = Field(default=2 * 2**30, ge=1)
+    """Memory of a replica for the keys and values of all that run; requests wait until theirs fit."""
+    max_ongoing_requests: int = Field(default=32, ge=1)
     """Requests a replica holds, running and waiting. More wait at the ingress."""
     max_queued_requests: int = Field(default=32, ge=1)
     """Requests waiting at the ingress for a replica. More are refused with 503 and Retry-After."""

@@ -42,7 +42,7 @@ class ContextBuilder:
         self._ratio = ratio
         self._memory = memory
         shape = hf_adapter.geometry(self._model.config)
-        self._token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * self._model.dtype.itemsize
+        self.token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * self._model.dtype.itemsize
         """Bytes of keys and values of one ordinary token."""
         self._prefixes: ByteLru[tuple[int, ...], ComposedContext] = ByteLru(prefix_cache_bytes)
 
@@ -61,7 +61,7 @@ class ContextBuilder:
                     self._compose(built, pending)
                     pending = []
                     yield from self._place_text(built, ids)
-                    built.documents.append(document.report("text", kv_bytes=len(ids) * self._token_bytes))
+                    built.documents.append(document.report("text", kv_bytes=len(ids) * self.token_bytes))
                 case LeftOut():
                     built.documents.append(document.report("skipped"))
                 case Slots() | Extraction() as work:

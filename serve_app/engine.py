@@ -17,6 +17,8 @@ class EngineStats:
     """Requests that have a place."""
     queued: int
     """Requests that wait for one."""
+    running_bytes: int
+    """Memory set aside for the keys and values of those that run."""
     finished: int
     """Answers completed since the start."""
     failed: int
@@ -29,7 +31,7 @@ class Ticket(Protocol):
     """A submitted job."""
 
     def cancel(self) -> None:
-        """Give the answer up; its memory is free after at most one turn. Repeating it, or after the end, is fine."""
+        """Give the answer up; its memory is free after at most one round. Repeating it, or after the end, is fine."""
 
 
 class Engine(Protocol):
@@ -43,7 +45,8 @@ class Engine(Protocol):
             deliver: gets the events in order, on a thread of the engine's; must not block.
 
         Raises:
-            ApiError: 503, because too many wait already or the engine has stopped.
+            ApiError: 503, because too many wait already or the engine has stopped; 400, because no answer of this
+                size ever fits.
         """
         ...
 

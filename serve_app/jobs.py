@@ -1,8 +1,11 @@
 """What goes into an engine and what comes out of it."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from c2kv_core.generate import Decoder
 from c2kv_core.sampling import SamplingParams
 from serve_app.answers import DocumentReport, FinishReason
 from serve_app.errors import Fault
@@ -64,8 +67,20 @@ class Failed:
     fault: Fault
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """An answer waits for the logits (V,) after its last token; the engine sends them in."""
+
+    decoder: Decoder
+    token: int
+
+
 Event = Started | Text | Finished | Failed
 """In order: Started, any number of Text, Finished; or Failed at any point. Nothing follows the last two."""
 
-Turns = Iterator[Event | None]
-"""An answer in the making: each ``next`` does one bounded piece of model work and may have something to tell."""
+Turns = Generator[Event | Step | None, Tensor | None, None]
+"""An answer in the making.
+
+None: one bounded piece of preparation is done. A step: send it the logits. An event: tell it, and go on at once.
+Nothing follows ``Finished``.
+"""

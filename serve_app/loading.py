@@ -6,13 +6,14 @@ import torch
 
 from c2kv_core.compressor import Compressor
 from serve_app.answering import Answerer
+from serve_app.batch_engine import BatchEngine
 from serve_app.config import ServeConfig
 from serve_app.context_builder import ContextBuilder
 from serve_app.engine import Engine
+from serve_app.places import Limits
 from serve_app.probe import open_store, probe
 from serve_app.service import ChatService
 from serve_app.slot_memory import SlotMemory
-from serve_app.turn_engine import TurnEngine
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,16 @@ def load_service(config: ServeConfig) -> tuple[ChatService, Engine]:
         memory=memory,
         prefix_cache_bytes=config.prefix_cache_bytes,
     )
-    engine = TurnEngine(
-        Answerer(compressor, contexts).turns,
-        max_running=config.max_running,
-        max_waiting=config.max_waiting,
+    answerer = Answerer(compressor, contexts, ratio=config.ratio)
+    engine = BatchEngine(
+        answerer.turns,
+        answerer.step,
+        answerer.size_bytes,
+        limits=Limits(
+            max_running=config.max_running,
+            max_running_bytes=config.max_running_bytes,
+            max_waiting=config.max_waiting,
+        ),
         stall_timeout_s=config.stall_timeout_s,
         retry_after_s=config.retry_after_s,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from c2kv_core.document import CompressedDocument
+from c2kv_core.slots import slot_count
 from serve_app.answers import DocumentReport
 
 Tier = Literal["memory", "store", "extracted", "text", "skipped"]
@@ -28,6 +29,10 @@ class Slots:
         """Positions it takes."""
         return sum(part.num_tokens for part in self.parts)
 
+    def entries(self, ratio: int) -> int:
+        """Keys and values a layer and head that it takes in a context."""
+        return sum(part.num_slots for part in self.parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Extraction:
@@ -43,6 +48,10 @@ class Extraction:
         """Positions it takes."""
         return sum(map(len, self.part_ids))
 
+    def entries(self, ratio: int) -> int:
+        """See ``Slots``."""
+        return sum(slot_count(len(ids), ratio) for ids in self.part_ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OrdinaryText:
@@ -55,12 +64,20 @@ class OrdinaryText:
         """Positions it takes."""
         return len(self.ids)
 
+    def entries(self, ratio: int) -> int:
+        """See ``Slots``."""
+        return len(self.ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
     """Nothing to place."""
 
     source_tokens: int = 0
+
+    def entries(self, ratio: int) -> int:
+        """See ``Slots``."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

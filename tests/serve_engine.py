@@ -6,19 +6,22 @@ Where a real model adds nothing, turns are plain generators.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 
 import pytest
+import torch
+from torch import Tensor
 
 from c2kv_core.errors import ContextLengthError
 from c2kv_core.sampling import SamplingParams
+from serve_app.batch_engine import BatchEngine
 from serve_app.engine import answer_events
 from serve_app.errors import ApiError
-from serve_app.jobs import Event, Failed, Finished, Job, Started, Text, Turns
+from serve_app.jobs import Event, Failed, Finished, Job, Started, Step, Text, Turns
 from serve_app.loading import load_service
+from serve_app.places import Limits
 from serve_app.protocol import ChatRequest
-from serve_app.turn_engine import TurnEngine
 from tests.serve_support import World, ask, ask_body, collect, first_events, wait_until
 
 pytest_plugins = ["tests.serve_support"]
@@ -26,13 +29,18 @@ pytest_plugins = ["tests.serve_support"]
 DONE = Finished(reason="stop", completion_tokens=1)
 
 
-def job(name: str = "", *, allowed_s: float = 600.0) -> Job:
-    """A job whose only content is a name, carried in its stop strings."""
+def echo(steps: Sequence[Step]) -> Tensor:
+    """Logits that say which token was sent."""
+    return torch.tensor([[float(step.token)] for step in steps])
+
+
+def job(name: str = "", *, allowed_s: float = 600.0, size: int = 1) -> Job:
+    """A job whose only content is a name, carried in its stop strings, and a size."""
     return Job(
         prefix_ids=(),
         documents=(),
         question_ids=(1,),
-        max_new_tokens=1,
+        max_new_tokens=size,
         sampling=SamplingParams(),
         stop=(name,),
         deadline_s=time.monotonic() + allowed_s,
@@ -57,12 +65,30 @@ class Inbox:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., TurnEngine]]:
-    engines: list[TurnEngine] = []
+def start() -> Iterator[Callable[..., BatchEngine]]:
+    engines: list[BatchEngine] = []
 
-    def make(turns: Callable[[Job], Turns], **changes: float) -> TurnEngine:
-        settings = {"max_running": 2, "max_waiting": 2, "stall_timeout_s": 60.0, "retry_after_s": 3}
-        engines.append(TurnEngine(turns, **{**settings, **changes}))  # type: ignore[arg-type]
+    def make(
+        turns: Callable[[Job], Turns],
+        step: Callable[[Sequence[Step]], Tensor] = echo,
+        **changes: float,
+    ) -> BatchEngine:
+        settings = {"max_running": 2, "max_waiting": 2, "stall_timeout_s": 60.0, **changes}
+        limits = Limits(
+            max_running=int(settings["max_running"]),
+            max_running_bytes=int(settings.get("max_running_bytes", 100)),
+            max_waiting=int(settings["max_waiting"]),
+        )
+        engines.append(
+            BatchEngine(
+                turns,
+                step,
+                lambda job: job.max_new_tokens,
+                limits=limits,
+                stall_timeout_s=settings["stall_timeout_s"],
+                retry_after_s=3,
+            )
+        )
         return engines[-1]
 
     yield make
@@ -93,7 +119,7 @@ class Gate:
             self.freed.append(name)
 
 
-def test_running_requests_take_turns(start: Callable[..., TurnEngine]) -> None:
+def test_requests_that_are_being_prepared_take_turns(start: Callable[..., BatchEngine]) -> None:
     order: list[str] = []
 
     def turns(job: Job) -> Turns:
@@ -113,7 +139,76 @@ def test_running_requests_take_turns(start: Callable[..., TurnEngine]) -> None:
     assert order == list("ababab")
 
 
-def test_no_more_run_than_there_are_places(start: Callable[..., TurnEngine]) -> None:
+def counting(job: Job) -> Turns:
+    """Three tokens, each the logit of the one before, after as many pieces of preparation as its name says."""
+    for _ in range(int(job.stop[0] or 0)):
+        yield None
+    token = job.max_new_tokens
+    for _ in range(3):
+        logits = yield Step(decoder=None, token=token)  # type: ignore[arg-type]
+        assert logits is not None
+        token = int(logits[0]) + 1
+        yield Text(text=f"{token} ")
+    yield DONE
+
+
+def test_answers_that_have_begun_step_together(start: Callable[..., BatchEngine]) -> None:
+    batches: list[list[int]] = []
+
+    def step(steps: Sequence[Step]) -> Tensor:
+        batches.append(sorted(step.token for step in steps))
+        return echo(steps)
+
+    engine = start(counting, step)
+    inboxes = [Inbox(), Inbox()]
+    with engine._changed:  # both are there when the worker looks
+        engine.submit(job("0", size=10), inboxes[0])
+        engine.submit(job("2", size=20), inboxes[1])
+    assert [inbox.wait() for inbox in inboxes] == [
+        [*(Text(text=f"{n} ") for n in (11, 12, 13)), DONE],
+        [*(Text(text=f"{n} ") for n in (21, 22, 23)), DONE],
+    ]
+    # The first goes on while the second is prepared; then one step serves both; the second ends alone.
+    assert batches == [[10], [11], [12], [20], [21], [22]] or batches[-1] == [22]
+    assert [10] in batches and len(batches) < 7
+
+
+def test_a_batch_that_fails_is_tried_one_by_one(start: Callable[..., BatchEngine]) -> None:
+    def step(steps: Sequence[Step]) -> Tensor:
+        if any(step.token == 20 for step in steps):
+            raise RuntimeError("out of memory")
+        return echo(steps)
+
+    engine = start(counting, step)
+    good, bad = Inbox(), Inbox()
+    with engine._changed:
+        engine.submit(job("0", size=10), good)
+        engine.submit(job("0", size=20), bad)
+    assert isinstance(bad.wait()[-1], Failed)
+    assert good.wait()[-1] == DONE
+    assert (engine.stats().finished, engine.stats().failed, engine.stats().running_bytes) == (1, 1, 0)
+
+
+def test_requests_wait_until_their_memory_is_free(start: Callable[..., BatchEngine]) -> None:
+    gate = Gate()
+    engine = start(gate.turns, max_running=3, max_running_bytes=10)
+    large, small, last = Inbox(), Inbox(), Inbox()
+    engine.submit(job("large", size=8), large)
+    engine.submit(job("small", size=5), small)
+    ticket = engine.submit(job("tiny", size=1), last)  # would fit, and does not overtake
+    wait_until(lambda: engine.stats().running == 1, what="a running request")
+    assert (engine.stats().queued, engine.stats().running_bytes) == (2, 8)
+    with pytest.raises(ApiError, match="the context needs") as refused:
+        engine.submit(job("huge", size=11), Inbox())
+    assert (refused.value.fault.status, refused.value.fault.code) == (400, "context_length_exceeded")
+    gate.opened.set()
+    for inbox in (large, small, last):
+        assert inbox.wait() == [DONE]
+    ticket.cancel()
+    assert (engine.stats().running_bytes, engine.stats().finished) == (0, 3)
+
+
+def test_no_more_run_than_there_are_places(start: Callable[..., BatchEngine]) -> None:
     gate = Gate()
     engine = start(gate.turns, max_running=2, max_waiting=2)
     inboxes = {name: Inbox() for name in "abcd"}
@@ -128,7 +223,7 @@ def test_no_more_run_than_there_are_places(start: Callable[..., TurnEngine]) -> 
     assert (engine.stats().running, engine.stats().queued, engine.stats().finished) == (0, 0, 4)
 
 
-def test_requests_beyond_all_places_are_refused(start: Callable[..., TurnEngine]) -> None:
+def test_requests_beyond_all_places_are_refused(start: Callable[..., BatchEngine]) -> None:
     gate = Gate()
     engine = start(gate.turns, max_running=1, max_waiting=1)
     kept = [Inbox(), Inbox()]
@@ -144,7 +239,7 @@ def test_requests_beyond_all_places_are_refused(start: Callable[..., TurnEngine]
     engine.submit(job(), Inbox())  # there is room again
 
 
-def test_cancelled_request_is_freed_and_its_place_given_away(start: Callable[..., TurnEngine]) -> None:
+def test_cancelled_request_is_freed_and_its_place_given_away(start: Callable[..., BatchEngine]) -> None:
     gate = Gate()
     engine = start(gate.turns, max_running=1)
     ticket, waiting = engine.submit(job("a"), Inbox()), Inbox()
@@ -160,7 +255,7 @@ def test_cancelled_request_is_freed_and_its_place_given_away(start: Callable[...
     assert (stats.running, stats.queued, stats.finished, stats.cancelled) == (0, 0, 1, 1)
 
 
-def test_cancelled_request_that_waits_is_gone_at_once(start: Callable[..., TurnEngine]) -> None:
+def test_cancelled_request_that_waits_is_gone_at_once(start: Callable[..., BatchEngine]) -> None:
     gate = Gate()
     engine = start(gate.turns, max_running=1)
     engine.submit(job("a"), Inbox())
@@ -180,7 +275,7 @@ def test_cancelled_request_that_waits_is_gone_at_once(start: Callable[..., TurnE
     ],
 )
 def test_failure_of_one_request_ends_only_that(
-    start: Callable[..., TurnEngine], error: Exception, status: int, code: str
+    start: Callable[..., BatchEngine], error: Exception, status: int, code: str
 ) -> None:
     def turns(job: Job) -> Turns:
         yield None
@@ -200,7 +295,7 @@ def test_failure_of_one_request_ends_only_that(
     assert (engine.stats().running, engine.stats().failed) == (0, 1)
 
 
-def test_failures_tell_clients_nothing_of_the_inside(start: Callable[..., TurnEngine]) -> None:
+def test_failures_tell_clients_nothing_of_the_inside(start: Callable[..., BatchEngine]) -> None:
     def turns(job: Job) -> Turns:
         yield None
         raise RuntimeError("secret path")
@@ -211,13 +306,16 @@ def test_failures_tell_clients_nothing_of_the_inside(start: Callable[..., TurnEn
     assert isinstance(failed, Failed) and "secret" not in failed.fault.message
 
 
-def test_turns_that_end_without_a_finish_fail(start: Callable[..., TurnEngine]) -> None:
+def test_turns_that_end_without_a_finish_fail(start: Callable[..., BatchEngine]) -> None:
+    def half(job: Job) -> Turns:
+        yield Text(text="half")
+
     inbox = Inbox()
-    start(lambda job: iter([Text(text="half")])).submit(job(), inbox)
+    start(half).submit(job(), inbox)
     assert isinstance(inbox.wait()[-1], Failed)
 
 
-def test_deadline_ends_running_and_waiting_requests(start: Callable[..., TurnEngine]) -> None:
+def test_deadline_ends_running_and_waiting_requests(start: Callable[..., BatchEngine]) -> None:
     gate = Gate()
     engine = start(gate.turns, max_running=1)
     running, waiting = Inbox(), Inbox()
@@ -229,7 +327,7 @@ def test_deadline_ends_running_and_waiting_requests(start: Callable[..., TurnEng
     assert (engine.stats().running, engine.stats().queued) == (0, 0)
 
 
-def test_stuck_turn_is_a_fault(start: Callable[..., TurnEngine]) -> None:
+def test_stuck_turn_is_a_fault(start: Callable[..., BatchEngine]) -> None:
     release = threading.Event()
 
     def turns(job: Job) -> Turns:
@@ -248,7 +346,7 @@ def test_stuck_turn_is_a_fault(start: Callable[..., TurnEngine]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_dead_worker_is_a_fault_and_fails_what_it_had(start: Callable[..., TurnEngine]) -> None:
+def test_dead_worker_is_a_fault_and_fails_what_it_had(start: Callable[..., BatchEngine]) -> None:
     class Unforeseen(Exception):
         pass
 
@@ -267,7 +365,7 @@ def test_dead_worker_is_a_fault_and_fails_what_it_had(start: Callable[..., TurnE
         engine.submit(job(), Inbox())
 
 
-def test_closing_fails_what_is_left(start: Callable[..., TurnEngine]) -> None:
+def test_closing_fails_what_is_left(start: Callable[..., BatchEngine]) -> None:
     gate = Gate()
     engine = start(gate.turns, max_running=1)
     inboxes = [Inbox(), Inbox()]
@@ -277,11 +375,12 @@ def test_closing_fails_what_is_left(start: Callable[..., TurnEngine]) -> None:
     assert all(isinstance(inbox.wait()[-1], Failed) for inbox in inboxes)
 
 
-def test_leaving_the_events_cancels(start: Callable[..., TurnEngine]) -> None:
+def test_leaving_the_events_cancels(start: Callable[..., BatchEngine]) -> None:
     def endless(job: Job) -> Turns:
         yield Started(documents=(), queue_s=0, extract_s=0, compose_s=0)
         while True:
             yield Text(text="x")
+            yield Step(decoder=None, token=1)  # type: ignore[arg-type]
 
     engine = start(endless)
 
@@ -296,7 +395,7 @@ def test_leaving_the_events_cancels(start: Callable[..., TurnEngine]) -> None:
     assert engine.stats().cancelled == 1
 
 
-def test_event_loop_answers_while_the_model_works(start: Callable[..., TurnEngine]) -> None:
+def test_event_loop_answers_while_the_model_works(start: Callable[..., BatchEngine]) -> None:
     release = threading.Event()
 
     def slow(job: Job) -> Turns:

@@ -1,17 +1,34 @@
-"""An engine of one worker thread: running requests take turns, one bounded piece of model work each."""
+"""An engine of one worker thread: answers are decoded together, a token each a round, and join and leave between.
+
+A round is: give free places away, let one request that is still being prepared do one bounded piece of model work
+(compress a part, place documents, read 512 tokens of a question), then decode one token of every answer that has
+begun, in one batch. So a long preparation holds the others up by one piece at a time, and none waits for another's end.
+"""
 
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from c2kv_core.errors import C2KVError
 from serve_app.engine import EngineStats
-from serve_app.errors import INTERNAL, ApiError, Fault, deadline_exceeded, fault_of, overloaded, unavailable
-from serve_app.jobs import Event, Failed, Finished, Job, Turns
+from serve_app.errors import (
+    INTERNAL,
+    ApiError,
+    Fault,
+    bad_request,
+    deadline_exceeded,
+    fault_of,
+    overloaded,
+    unavailable,
+)
+from serve_app.jobs import Event, Failed, Finished, Job, Step, Turns
+from serve_app.places import Limits, Places
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +46,13 @@ class _Request:
     """A submitted job; also its ticket."""
 
     job: Job
-    turns: Turns
-    """Replaced by an empty iterator at the end, so that whoever keeps the ticket keeps no memory."""
+    size_bytes: int
+    turns: Turns | None
+    """None at the end, so that whoever keeps the ticket keeps no memory."""
     deliver: Callable[[Event], None]
     forget: Callable[["_Request"], None]
+    step: Step | None = None
+    """The token it waits for; None while it is being prepared."""
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -41,15 +61,16 @@ class _Request:
         self.forget(self)
 
 
-class TurnEngine:
-    """Implements ``Engine`` with round robin over at most ``max_running`` requests."""
+class BatchEngine:
+    """Implements ``Engine`` by continuous batching."""
 
     def __init__(
         self,
         turns: Callable[[Job], Turns],
+        step: Callable[[Sequence[Step]], Tensor],
+        size_bytes: Callable[[Job], int],
         *,
-        max_running: int,
-        max_waiting: int,
+        limits: Limits,
         stall_timeout_s: float,
         retry_after_s: int,
     ) -> None:
@@ -57,22 +78,25 @@ class TurnEngine:
 
         Args:
             turns: begins an answer; its turns run on the worker thread only.
-            max_running: requests that take turns.
-            max_waiting: further requests that wait; more are refused.
-            stall_timeout_s: seconds after which one unfinished turn counts as a fault.
+            step: logits (B, V) of B answers, on the worker thread only.
+            size_bytes: memory that a job's answer holds at most.
+            limits: who may run and wait.
+            stall_timeout_s: seconds after which one unfinished piece of work counts as a fault.
             retry_after_s: seconds that refused clients are told to wait.
         """
         self._turns = turns
-        self._max_running = max_running
-        self._max_waiting = max_waiting
+        self._step = step
+        self._size_bytes = size_bytes
+        self._limits = limits
         self._stall_timeout_s = stall_timeout_s
         self._retry_after_s = retry_after_s
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
+        self._places = Places(limits)
         self._outcomes: Counter[_Outcome] = Counter()
         self._closed = False
-        self._turn_started_s: float | None = None
+        self._busy_since_s: float | None = None
         self._thread = threading.Thread(target=self._work, name="c2kv-engine", daemon=True)
         self._thread.start()
 
@@ -80,12 +104,22 @@ class TurnEngine:
 
     def submit(self, job: Job, deliver: Callable[[Event], None]) -> _Request:
         """See ``Engine``."""
-        request = _Request(job=job, turns=self._turns(job), deliver=deliver, forget=self._forget)
+        size_bytes = self._size_bytes(job)
+        if size_bytes > self._limits.max_running_bytes:
+            raise bad_request(
+                f"the context needs {size_bytes / 2**20:,.0f} MiB, this server has "
+                f"{self._limits.max_running_bytes / 2**20:,.0f} for all that it runs; use fewer or shorter documents",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        request = _Request(
+            job=job, size_bytes=size_bytes, turns=self._turns(job), deliver=deliver, forget=self._forget
+        )
         with self._changed:
             if self._closed or not self._thread.is_alive():
                 raise unavailable("this replica is stopping; try again", retry_after_s=self._retry_after_s)
             held = len(self._running) + len(self._waiting)
-            if held >= self._max_running + self._max_waiting:
+            if held >= self._limits.max_running + self._limits.max_waiting:
                 raise overloaded(
                     f"{held} requests are running or waiting, all that this replica takes; try again later",
                     retry_after_s=self._retry_after_s,
@@ -100,6 +134,7 @@ class TurnEngine:
             return EngineStats(
                 running=len(self._running),
                 queued=len(self._waiting),
+                running_bytes=self._places.used_bytes,
                 finished=self._outcomes["finished"],
                 failed=self._outcomes["failed"],
                 cancelled=self._outcomes["cancelled"],
@@ -109,12 +144,13 @@ class TurnEngine:
         """See ``Engine``."""
         if not self._thread.is_alive():
             return "the worker thread has ended"
-        started_s = self._turn_started_s
-        if started_s is None:
+        since_s = self._busy_since_s
+        if since_s is None:
             return None
-        elapsed_s = time.monotonic() - started_s
+        elapsed_s = time.monotonic() - since_s
         if elapsed_s > self._stall_timeout_s:
-            return f"one turn has taken {elapsed_s:.0f} s, more than stall_timeout_s ({self._stall_timeout_s:.0f})"
+            limit = f"stall_timeout_s ({self._stall_timeout_s:.0f})"
+            return f"one piece of work has taken {elapsed_s:.0f} s, more than {limit}"
         return None
 
     def close(self) -> None:
@@ -125,12 +161,12 @@ class TurnEngine:
         self._thread.join()
 
     def _forget(self, request: _Request) -> None:
-        """Drop a cancelled request that waits; a running one is dropped before its next turn."""
+        """Drop a cancelled request that waits; a running one is dropped in the next round."""
         with self._changed:
             if request in self._waiting:
                 self._waiting.remove(request)
                 self._outcomes["cancelled"] += 1
-                request.turns = iter(())
+                request.turns = None
             self._changed.notify()
 
     # ---- worker thread
@@ -138,8 +174,15 @@ class TurnEngine:
     def _work(self) -> None:
         try:
             while self._admit():
-                for request in list(self._running):
-                    self._take_turn(request)
+                self._drop_lost()
+                preparing = next((request for request in self._running if request.step is None), None)
+                if preparing is not None:
+                    with self._changed:
+                        # To the end of the line: others that are being prepared come first next time.
+                        self._running.remove(preparing)
+                        self._running.append(preparing)
+                    self._go_on(preparing, None)
+                self._decode([request for request in self._running if request.step is not None])
         finally:
             self._fail_all()
 
@@ -152,19 +195,51 @@ class TurnEngine:
             for request in [r for r in self._waiting if _is_late(r)]:
                 self._waiting.remove(request)
                 self._end(request, "failed", deadline_exceeded("waiting for a place").fault)
-            while self._waiting and len(self._running) < self._max_running:
+            # In order: a large request at the head waits for room, and is not overtaken for ever.
+            while self._waiting and self._places.take(self._waiting[0].size_bytes):
                 self._running.append(self._waiting.popleft())
             return True
 
-    def _take_turn(self, request: _Request) -> None:
-        if request.cancelled:
-            self._retire(request, "cancelled")
+    def _drop_lost(self) -> None:
+        for request in list(self._running):
+            if request.cancelled:
+                self._retire(request, "cancelled")
+            elif _is_late(request):
+                self._retire(request, "failed", deadline_exceeded("the answer was being made").fault)
+
+    def _decode(self, requests: Sequence[_Request]) -> None:
+        """One token for each answer that has begun."""
+        steps = [request.step for request in requests if request.step is not None]
+        if not steps:
             return
-        self._turn_started_s = time.monotonic()
+        self._busy_since_s = time.monotonic()
         try:
-            if _is_late(request):
-                raise deadline_exceeded("the answer was being made")
-            event = next(request.turns)
+            logits_BV = self._step(steps)
+        except MODEL_FAILURES:
+            if len(requests) == 1:
+                logger.exception("an answer failed")
+                self._retire(requests[0], "failed", INTERNAL)
+                return
+            # One may have spoilt it for all; alone, only that one fails.
+            logger.exception("a batch of %d failed; its answers are tried one by one", len(requests))
+            for request in requests:
+                self._decode([request])
+            return
+        finally:
+            self._busy_since_s = None
+        for request, logits_V in zip(requests, logits_BV, strict=True):
+            self._go_on(request, logits_V)
+
+    def _go_on(self, request: _Request, logits_V: Tensor | None) -> None:
+        """Let a request work until it waits for a token, has done a piece of preparation, or has ended."""
+        assert request.turns is not None, "running requests have turns"
+        request.step = None
+        self._busy_since_s = time.monotonic()
+        try:
+            told = request.turns.send(logits_V)
+            while told is not None and not isinstance(told, Step | Finished):
+                request.deliver(told)
+                told = request.turns.send(None)
         except ApiError as error:
             self._retire(request, "failed", error.fault)
         except C2KVError as error:
@@ -173,22 +248,26 @@ class TurnEngine:
             logger.exception("an answer failed")
             self._retire(request, "failed", INTERNAL)
         else:
-            if isinstance(event, Finished):
+            if isinstance(told, Finished):
                 self._retire(request, "finished")
-            if event is not None:
-                request.deliver(event)
+                request.deliver(told)
+            else:
+                request.step = told
         finally:
-            self._turn_started_s = None
+            self._busy_since_s = None
 
     def _retire(self, request: _Request, outcome: _Outcome, fault: Fault | None = None) -> None:
         """Give a running request's place away."""
         with self._changed:
             self._running.remove(request)
+            self._places.give_back(request.size_bytes)
             self._end(request, outcome, fault)
 
     def _end(self, request: _Request, outcome: _Outcome, fault: Fault | None = None) -> None:
         """Free a request's memory, count it and tell why it failed, if it did."""
-        request.turns = iter(())
+        if request.turns is not None:
+            request.turns.close()
+        request.turns = request.step = None
         self._outcomes[outcome] += 1
         if fault is not None:
             request.deliver(Failed(fault=fault))
