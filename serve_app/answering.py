@@ -10,9 +10,10 @@ from c2kv_core.compressor import Compressor
 from c2kv_core.decode_batch import step_together
 from c2kv_core.generate import Decoder
 from c2kv_core.sampling import Sampler
+from c2kv_core.slots import slot_count
 from c2kv_core.text import TextStream
 from serve_app.context_builder import BuiltContext, ContextBuilder
-from serve_app.jobs import Finished, Job, Started, Step, Text, Turns
+from serve_app.jobs import Compressed, Compression, Finished, Job, Started, Step, Text, Turns, Work
 
 _COPIES = 2
 """While an answer begins, its context exists twice: as composed, and with room for question and answer."""
@@ -27,10 +28,11 @@ class Answerer:
         self._ratio = ratio
         self._eos_token_ids = hf_adapter.eos_token_ids(compressor.model)
 
-    def turns(self, job: Job) -> Turns:
-        """The answer to a job; nothing is computed before the first ``send``."""
-        submitted_s = time.monotonic()
-        return self._turns(job, submitted_s)
+    def turns(self, job: Work) -> Turns:
+        """The answer to a job, or the slots of a document; nothing is computed before the first ``send``."""
+        if isinstance(job, Compression):
+            return self._compress(job)
+        return self._answer(job, time.monotonic())
 
     def step(self, steps: Sequence[Step]) -> Tensor:
         """Logits (B, V) of B answers that wait for a token."""
@@ -38,13 +40,16 @@ class Answerer:
             self._compressor.model, [step.decoder for step in steps], [step.token for step in steps]
         )
 
-    def size_bytes(self, job: Job) -> int:
-        """Memory that the keys and values of an answer take at most."""
+    def size_bytes(self, job: Work) -> int:
+        """Memory that the keys and values of an answer, or of a document under compression, take at most."""
+        if isinstance(job, Compression):
+            slots = sum(slot_count(len(ids), self._ratio) for ids in job.part_ids)
+            return (slots + max(map(len, job.part_ids))) * self._contexts.token_bytes
         entries = len(job.prefix_ids) + sum(d.work.entries(self._ratio) for d in job.documents)
         own = len(job.question_ids) + job.max_new_tokens
         return (_COPIES * entries + own) * self._contexts.token_bytes
 
-    def _turns(self, job: Job, submitted_s: float) -> Turns:
+    def _answer(self, job: Job, submitted_s: float) -> Turns:
         queue_s = time.monotonic() - submitted_s
         built = yield from self._contexts.build(job.prefix_ids, job.documents)
         decoder = Decoder(
@@ -58,6 +63,13 @@ class Answerer:
         token = sampler.draw(logits_V)
         yield _started(built, queue_s)
         yield from self._draw(job, decoder, sampler, token)
+
+    def _compress(self, job: Compression) -> Turns:
+        parts = []
+        for ids in job.part_ids:
+            parts.append(self._contexts.compress_part(ids))
+            yield None
+        yield Compressed(parts=tuple(parts))
 
     def _draw(self, job: Job, decoder: Decoder, sampler: Sampler, token: int) -> Turns:
         text = TextStream(self._compressor.tokenizer, job.stop)

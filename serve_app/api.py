@@ -1,46 +1,100 @@
 """The HTTP API, over whatever makes the answers."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
 
-from serve_app.completion import STREAM_END, CompletionForm, error_chunk
+from serve_app.caller import Role
+from serve_app.completion import CompletionForm
 from serve_app.config import ServeConfig
-from serve_app.errors import INTERNAL, ApiError, Fault, bad_request
-from serve_app.events import ReplicaEvent, fault_in
-from serve_app.generator_client import GeneratorClient
-from serve_app.protocol import ChatRequest
-from serve_app.request_body import parse_request
+from serve_app.error_handlers import add_error_handlers
+from serve_app.errors import ApiError, Fault
+from serve_app.generator_client import DocumentAction, GeneratorClient
+from serve_app.keys import Grant, KeyRing
+from serve_app.protocol import ChatRequest, DocumentBody
+from serve_app.quotas import Quotas
+from serve_app.request_body import parse_document, parse_request, read_body
+from serve_app.responses import streamed, whole
 
-Events = AsyncGenerator[ReplicaEvent, None]
+_DOCUMENT = "/v1/documents/{doc_id:path}"
+
+
+class Doorkeeper:
+    """Lets requests in: keys, roles, quotas."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._keys = KeyRing(
+            path=config.keys_file, anybody=config.anybody(), allow_anonymous=config.allow_anonymous
+        )
+        self.quotas = Quotas()
+
+    def admit(self, request: Request, role: Role) -> Grant:
+        """Who sends a request that needs a role.
+
+        Raises:
+            ApiError: 401, 403 or 429.
+        """
+        host = request.client.host if request.client is not None else None
+        grant = self._keys.grant(request.headers.get("authorization"), host)
+        if role not in grant.caller.roles:
+            message = f"this key does not have the role {role!r}; ask for one that does"
+            raise ApiError(Fault(status=403, code="role_required", message=message))
+        self.quotas.begin(grant)
+        return grant
 
 
 def create_api(config: ServeConfig, client: GeneratorClient) -> FastAPI:
-    """The application's routes."""
+    """The application's routes.
+
+    Raises:
+        ConfigError: a key file that cannot be read.
+    """
     api = FastAPI(title="C2KV", docs_url=None, redoc_url=None)
-    _add_error_handlers(api)
+    add_error_handlers(api)
+    _add_answers(api, config, client, Doorkeeper(config))
+    return api
+
+
+def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
     started = int(time.time())
 
-    @api.post("/v1/chat/completions", openapi_extra=_BODY_SCHEMA)
+    @api.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        chat = parse_request(await _read_body(request, config.max_request_bytes))
+        grant = door.admit(request, "query")
+        chat = parse_request(await read_body(request, config.max_request_bytes))
         _check_model(chat, config)
         form = CompletionForm(model=config.model_id, wants_usage_chunk=chat.wants_usage_chunk)
-        events = client.events(chat)
-        if chat.stream:
-            return await _streamed(form, events)
-        return await _whole(form, events)
+        events = client.events(chat, grant.caller)
+        used = lambda tokens: door.quotas.used(grant, tokens)  # noqa: E731 (one call for both forms)
+        return await (streamed if chat.stream else whole)(form, events, used)
 
     @api.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, Any]:
+        door.admit(request, "query")
         model = {"id": config.model_id, "object": "model", "created": started, "owned_by": "c2kv"}
         return {"object": "list", "data": [model]}
+
+    async def document(
+        request: Request, action: DocumentAction, doc_id: str, body: DocumentBody | None = None
+    ) -> Response:
+        grant = door.admit(request, "query" if action == "get" else "write")
+        if action == "put":
+            body = parse_document(await read_body(request, config.max_request_bytes))
+        return JSONResponse(await client.document(action, grant.caller, doc_id, body))
+
+    @api.put(_DOCUMENT, openapi_extra=_body(DocumentBody))
+    async def put_document(request: Request, doc_id: str) -> Response:
+        return await document(request, "put", doc_id)
+
+    @api.get(_DOCUMENT)
+    async def get_document(request: Request, doc_id: str) -> Response:
+        return await document(request, "get", doc_id)
+
+    @api.delete(_DOCUMENT)
+    async def delete_document(request: Request, doc_id: str) -> Response:
+        return await document(request, "delete", doc_id)
 
     @api.get("/healthz")
     async def healthz() -> Response:
@@ -48,117 +102,13 @@ def create_api(config: ServeConfig, client: GeneratorClient) -> FastAPI:
         body = {"status": "unhealthy" if reasons else "ok", "reasons": reasons}
         return JSONResponse(body, status_code=503 if reasons else 200)
 
-    return api
 
-
-_BODY_SCHEMA = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": ChatRequest.model_json_schema()}},
-    }
-}
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    too_large = ApiError(
-        Fault(
-            status=413,
-            code="request_too_large",
-            message=f"expected a body of at most {max_bytes} bytes; store large documents and name them by id",
-        )
-    )
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        # Whatever the header says: a chunked body has none.
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
+def _body(model: type[ChatRequest] | type[DocumentBody]) -> dict[str, Any]:
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def _check_model(chat: ChatRequest, config: ServeConfig) -> None:
     if chat.model not in (None, config.model_id, config.model):
         message = f"expected model {config.model_id!r}, the one served here, got {chat.model!r}"
         raise ApiError(Fault(status=404, code="model_not_found", message=message, param="model"))
-
-
-async def _whole(form: CompletionForm, events: Events) -> Response:
-    text = ""
-    async with aclosing(events):
-        async for event in events:
-            match event["event"]:
-                case "text":
-                    text += event["text"]
-                case "error":
-                    raise ApiError(fault_in(event))
-                case "end":
-                    return JSONResponse(form.whole(text, event))
-    raise ApiError(INTERNAL)
-
-
-async def _streamed(form: CompletionForm, events: Events) -> Response:
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(aclosing(events))
-        # Headers wait for the first event: until then a refusal is still a status of its own.
-        first = await anext(events, None)
-        if first is None:
-            raise ApiError(INTERNAL)
-        if first["event"] == "error":
-            raise ApiError(fault_in(first))
-        stack.pop_all()
-    return StreamingResponse(
-        _chunks(form, events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
-async def _chunks(form: CompletionForm, events: Events) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        yield form.first_chunk()
-        try:
-            async for event in events:
-                match event["event"]:
-                    case "text":
-                        yield form.text_chunk(event["text"])
-                    case "error":
-                        yield error_chunk(fault_in(event))
-                        return
-                    case "end":
-                        for chunk in form.last_chunks(event):
-                            yield chunk
-                        yield STREAM_END
-                        return
-        except ApiError as error:
-            yield error_chunk(error.fault)
-
-
-def _add_error_handlers(api: FastAPI) -> None:
-    async def own(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return _error_response(error.fault)
-
-    async def validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        return _error_response(bad_request(f"{place}: {first['msg']}", param=place).fault)
-
-    async def routing(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(Fault(status=error.status_code, code=code, message=message))
-
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return _error_response(INTERNAL)
-
-    api.add_exception_handler(500, unexpected)
-    api.add_exception_handler(ApiError, own)
-    api.add_exception_handler(RequestValidationError, validation)
-    api.add_exception_handler(HTTPException, routing)
-
-
-def _error_response(fault: Fault) -> Response:
-    return JSONResponse(fault.body, status_code=fault.status, headers=fault.headers)

@@ -27,7 +27,7 @@ from serve_app.errors import (
     overloaded,
     unavailable,
 )
-from serve_app.jobs import Event, Failed, Finished, Job, Step, Turns
+from serve_app.jobs import LAST, Event, Failed, Step, Turns, Work
 from serve_app.places import Limits, Places
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _Outcome = Literal["finished", "failed", "cancelled"]
 class _Request:
     """A submitted job; also its ticket."""
 
-    job: Job
+    job: Work
     size_bytes: int
     turns: Turns | None
     """None at the end, so that whoever keeps the ticket keeps no memory."""
@@ -66,9 +66,9 @@ class BatchEngine:
 
     def __init__(
         self,
-        turns: Callable[[Job], Turns],
+        turns: Callable[[Work], Turns],
         step: Callable[[Sequence[Step]], Tensor],
-        size_bytes: Callable[[Job], int],
+        size_bytes: Callable[[Work], int],
         *,
         limits: Limits,
         stall_timeout_s: float,
@@ -102,7 +102,7 @@ class BatchEngine:
 
     # ---- any thread
 
-    def submit(self, job: Job, deliver: Callable[[Event], None]) -> _Request:
+    def submit(self, job: Work, deliver: Callable[[Event], None]) -> _Request:
         """See ``Engine``."""
         size_bytes = self._size_bytes(job)
         if size_bytes > self._limits.max_running_bytes:
@@ -237,22 +237,22 @@ class BatchEngine:
         self._busy_since_s = time.monotonic()
         try:
             told = request.turns.send(logits_V)
-            while told is not None and not isinstance(told, Step | Finished):
+            while told is not None and not isinstance(told, (Step, *LAST)):
                 request.deliver(told)
                 told = request.turns.send(None)
         except ApiError as error:
             self._retire(request, "failed", error.fault)
         except C2KVError as error:
             self._retire(request, "failed", fault_of(error))
-        except (*MODEL_FAILURES, StopIteration):  # the latter: turns that ended without ``Finished``
+        except (*MODEL_FAILURES, StopIteration):  # the latter: turns that ended without a last event
             logger.exception("an answer failed")
             self._retire(request, "failed", INTERNAL)
         else:
-            if isinstance(told, Finished):
+            if told is None or isinstance(told, Step):
+                request.step = told
+            else:
                 self._retire(request, "finished")
                 request.deliver(told)
-            else:
-                request.step = told
         finally:
             self._busy_since_s = None
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from c2kv_core.config import Config
 from c2kv_core.spec import CompressorSpec
+from serve_app.caller import Caller
 
 DRAIN_MARGIN_S = 15
 """Seconds between the end of the longest request and the end of its replica."""
@@ -19,7 +20,7 @@ class ServeConfig(Config):
     store: str
     """Directory or URI of the store to read."""
     namespace: str = "default"
-    """Tenant whose documents are served; requests cannot choose it."""
+    """Tenant whose documents are served; requests cannot choose it, keys do."""
     model: str = "smollm2-135m-instruct"
     """Alias, Hugging Face directory or hub id."""
     served_model_name: str | None = None
@@ -38,6 +39,12 @@ class ServeConfig(Config):
     """Dtype of slots between extraction and use; part of their identity."""
     quantisation: Literal["none", "int8"] = "none"
     """Codec by which the store's slots are kept; part of their identity."""
+
+    keys_file: str | None = None
+    """File of bearer keys (see ``keys``), read anew when it changes; null takes ``C2KV_KEYS``. Without any keys only
+    requests from the server's own machine are answered."""
+    allow_anonymous: bool = False
+    """Answer requests without a key too, in ``namespace``, wherever they come from."""
 
     num_replicas: int = Field(default=1, ge=1)
     """Replicas of the generator, each with its own model."""
@@ -75,6 +82,8 @@ class ServeConfig(Config):
     """Temperature where the request names none; 0 is greedy, so equal requests get equal answers."""
     max_documents: int = Field(default=64, ge=0)
     """Most documents in a request."""
+    max_document_tokens: int = Field(default=65_536, ge=1)
+    """Longest document that clients may store, in tokens; it may exceed the model's positions."""
     max_request_bytes: int = Field(default=4 * 2**20, ge=1024)
     """Largest request body, in bytes."""
 
@@ -84,6 +93,10 @@ class ServeConfig(Config):
     """Memory of a replica for prefilled system messages, in bytes."""
     index_refresh_s: float = Field(default=5.0, ge=0)
     """Age of a replica's view of the store's index, in seconds, after which it looks for new commits."""
+    commit_gather_s: float = Field(default=0.2, ge=0)
+    """Seconds that the first of several documents put at the same time waits for others to share its commit."""
+    commit_max_documents: int = Field(default=64, ge=1)
+    """Most documents of a commit."""
     fetch_threads: int = Field(default=8, ge=1)
     """Requests of a replica whose documents are read at the same time."""
 
@@ -121,6 +134,10 @@ class ServeConfig(Config):
         if self.torch_threads is not None or self.num_gpus:
             return self.torch_threads
         return max(1, (os.cpu_count() or 1) // self.num_replicas)
+
+    def anybody(self) -> Caller:
+        """Who asks where no keys are configured."""
+        return Caller(name="anybody", namespace=self.namespace)
 
     def compressor_spec(self) -> CompressorSpec:
         """What compresses documents here: must be what compressed those in the store."""

@@ -84,18 +84,22 @@ class ContextBuilder:
         if isinstance(work, Slots):
             return work.parts, work.tier
         # Another request may have compressed the same text since this one was planned.
-        held = self._memory.get(work.content_hash)
+        held = self._memory.get(work.namespace, work.content_hash)
         if held is not None:
             return held, "memory"
         parts: list[CompressedDocument] = []
         for ids in work.part_ids:
             started_s = time.monotonic()
-            ((part,),) = self._compressor.compress([[ids]], [self._ratio])[self._ratio]
-            parts.append(part)
+            parts.append(self.compress_part(ids))
             built.extract_s += time.monotonic() - started_s
             # One part a turn, so that others' answers go on while a long document is compressed.
             yield
-        return self._memory.keep(work.content_hash, tuple(parts)), "extracted"
+        return self._memory.keep(work.namespace, work.content_hash, tuple(parts)), "extracted"
+
+    def compress_part(self, ids: Sequence[int]) -> CompressedDocument:
+        """Slots of one part of a document."""
+        ((part,),) = self._compressor.compress([[ids]], [self._ratio])[self._ratio]
+        return part
 
     def _compose(self, built: BuiltContext, parts: Sequence[CompressedDocument]) -> None:
         if not parts:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve_app.jobs import Event, Failed, Finished, Job
+from serve_app.jobs import LAST, Event, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Ticket(Protocol):
 class Engine(Protocol):
     """Makes answers, several at the same time. Every method may be called from any thread and returns at once."""
 
-    def submit(self, job: Job, deliver: Callable[[Event], None]) -> Ticket:
+    def submit(self, job: Work, deliver: Callable[[Event], None]) -> Ticket:
         """Start a job when there is a place for it.
 
         Args:
-            job: the answer to make.
+            job: the answer to make, or the document to compress.
             deliver: gets the events in order, on a thread of the engine's; must not block.
 
         Raises:
@@ -63,7 +63,7 @@ class Engine(Protocol):
         ...
 
 
-async def answer_events(engine: Engine, job: Job) -> AsyncGenerator[Event, None]:
+async def answer_events(engine: Engine, job: Work) -> AsyncGenerator[Event, None]:
     """A job's events on the running event loop. Leaving the iterator early, by whatever way, cancels the job.
 
     Raises:
@@ -82,7 +82,7 @@ async def answer_events(engine: Engine, job: Job) -> AsyncGenerator[Event, None]
         while True:
             event = await events.get()
             yield event
-            if isinstance(event, Finished | Failed):
+            if isinstance(event, LAST):
                 return
     finally:
         ticket.cancel()

@@ -4,8 +4,10 @@
 
     400  invalid_json, invalid_request, unknown_parameter, unsupported_parameter, context_length_exceeded,
          ratio_not_served, too_many_documents
+    401  invalid_api_key                                        403  keys_required, role_required
     404  document_not_found, model_not_found, not_found         405  method_not_allowed
-    413  request_too_large
+    413  request_too_large, document_too_long
+    429  rate_limit_exceeded                                     (with Retry-After)
     500  internal_error
     503  overloaded, store_unavailable, replica_unavailable     (with Retry-After)
     504  deadline_exceeded
@@ -25,6 +27,15 @@ from c2kv_core.errors import (
 
 STORE_RETRY_AFTER_S = 5
 """Seconds after which a client should try again when the store failed."""
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+"""OpenAI's coarse classes by status; all others below 500 are invalid requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +58,7 @@ class Fault:
         """OpenAI's coarse class of the error."""
         if self.status >= 500:
             return "server_error"
-        return "not_found_error" if self.status == 404 else "invalid_request_error"
+        return _TYPES.get(self.status, "invalid_request_error")
 
     @property
     def body(self) -> dict[str, Any]:

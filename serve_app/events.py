@@ -38,6 +38,16 @@ class ErrorEvent(TypedDict):
     """Fields of ``Fault``."""
 
 
+class DoneEvent(TypedDict):
+    """The result of a request that is no answer."""
+
+    event: Literal["done"]
+    result: dict[str, Any]
+
+
+Reply = DoneEvent | ErrorEvent
+"""What becomes of a request that is no answer."""
+
 ReplicaEvent = StartEvent | TextEvent | EndEvent | ErrorEvent
 
 

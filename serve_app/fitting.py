@@ -4,6 +4,7 @@ import threading
 
 from c2kv_core.errors import ContextLengthError
 from c2kv_core.text import ChatRenderer
+from serve_app.errors import ApiError, Fault
 
 PIECE_CHARACTERS = 16_384
 """Text is measured in pieces of this length; others may encode in between. Shorter text is not measured at all."""
@@ -36,14 +37,32 @@ class Fitting:
         Raises:
             ContextLengthError: names what the model has.
         """
-        if len(text) <= PIECE_CHARACTERS:
-            return
+        least = self._least_tokens(text, self._positions)
+        if least > self._positions:
+            raise ContextLengthError(
+                f"this model has {self._positions} positions; a text of {len(text)} characters has at least "
+                f"{least} tokens; use fewer or shorter documents"
+            )
+
+    def check_document(self, text: str, *, max_tokens: int) -> None:
+        """Refuse a text that is certainly too long to be stored.
+
+        Raises:
+            ApiError: 413.
+        """
+        least = self._least_tokens(text, max_tokens)
+        if least > max_tokens:
+            message = f"expected a document of at most {max_tokens} tokens, got at least {least}; divide it"
+            raise ApiError(Fault(status=413, code="document_too_long", message=message, param="text"))
+
+    def _least_tokens(self, text: str, limit: int) -> int:
+        """Tokens that a text has at least; counted no further than is needed to know that they exceed a limit."""
         tokens = 0
+        if len(text) <= PIECE_CHARACTERS:
+            return 0
         for start in range(0, len(text), PIECE_CHARACTERS):
             with self._tokenizer_lock:
                 tokens += len(self._renderer.offsets(text[start : start + PIECE_CHARACTERS]))
-            if tokens > _CERTAIN * self._positions:
-                raise ContextLengthError(
-                    f"this model has {self._positions} positions; a text of {len(text)} characters has at least "
-                    f"{tokens // _CERTAIN} tokens; use fewer or shorter documents"
-                )
+            if tokens > _CERTAIN * limit:
+                break
+        return tokens // _CERTAIN

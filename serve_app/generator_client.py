@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from ray import serve
 from ray.exceptions import RayError
@@ -12,22 +12,36 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.schema import ApplicationStatus
 
-from serve_app.errors import overloaded, unavailable
-from serve_app.events import ReplicaEvent
-from serve_app.protocol import ChatRequest
+from serve_app.caller import Caller
+from serve_app.errors import ApiError, overloaded, unavailable
+from serve_app.events import ReplicaEvent, Reply, fault_in
+from serve_app.protocol import ChatRequest, DocumentBody
 
 _HEALTH_AGE_S = 1.0
 """How long an answer about health is given again, so that probes cost the controller little."""
 
 
+DocumentAction = Literal["put", "get", "delete"]
+
+
 class GeneratorClient(Protocol):
     """What the HTTP API asks of whatever makes answers."""
 
-    def events(self, request: ChatRequest) -> AsyncGenerator[ReplicaEvent, None]:
+    def events(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """The events of one request; closing the iterator gives the answer up.
 
         Raises:
             ApiError: 503, because no replica can take it, or the one that had it is gone.
+        """
+        ...
+
+    async def document(
+        self, action: DocumentAction, caller: Caller, doc_id: str, body: DocumentBody | None = None
+    ) -> dict[str, Any]:
+        """Put (with a body), get or delete a document; what is told about it.
+
+        Raises:
+            ApiError: what the replica says, or 503 as above.
         """
         ...
 
@@ -40,32 +54,49 @@ class HandleClient:
     """Implements ``GeneratorClient`` over Serve's deployment handle."""
 
     def __init__(self, handle: DeploymentHandle[Any], *, retry_after_s: int) -> None:
+        self._whole = handle
         self._handle = handle.options(stream=True)
         self._name = handle.deployment_name
         self._retry_after_s = retry_after_s
         self._faults: list[str] = []
         self._faults_until_s = 0.0
 
-    async def events(self, request: ChatRequest) -> AsyncGenerator[ReplicaEvent, None]:
+    async def events(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """See ``GeneratorClient``."""
-        response = cast(DeploymentResponseGenerator[ReplicaEvent], self._handle.generate.remote(request))
+        response = cast(
+            DeploymentResponseGenerator[ReplicaEvent], self._handle.generate.remote(request, caller)
+        )
         try:
             async for event in response:
                 yield event
-        except BackPressureError as error:
-            raise overloaded(
-                "all replicas are busy and the queue is full; try again later",
-                retry_after_s=self._retry_after_s,
-            ) from error
-        except (DeploymentUnavailableError, RayError) as error:
-            raise unavailable(
-                "the replica that made this answer is gone; try again", retry_after_s=self._retry_after_s
-            ) from error
+        except (BackPressureError, DeploymentUnavailableError, RayError) as error:
+            raise self._refusal(error) from error
         except (GeneratorExit, asyncio.CancelledError):
             # The client is gone. Cancelling may meet the same errors as above; nobody is left to be told.
             with suppress(RayServeException, RayError):
                 response.cancel()  # type: ignore[no-untyped-call]
             raise
+
+    async def document(
+        self, action: DocumentAction, caller: Caller, doc_id: str, body: DocumentBody | None = None
+    ) -> dict[str, Any]:
+        """See ``GeneratorClient``."""
+        method = getattr(self._whole, f"{action}_document")
+        arguments = (caller, doc_id) if body is None else (caller, doc_id, body)
+        try:
+            reply: Reply = await method.remote(*arguments)
+        except (BackPressureError, DeploymentUnavailableError, RayError) as error:
+            raise self._refusal(error) from error
+        if reply["event"] == "error":
+            raise ApiError(fault_in(reply))
+        return reply["result"]
+
+    def _refusal(self, error: Exception) -> ApiError:
+        if isinstance(error, BackPressureError):
+            message = "all replicas are busy and the queue is full; try again later"
+            return overloaded(message, retry_after_s=self._retry_after_s)
+        message = "the replica that had this request is gone; try again"
+        return unavailable(message, retry_after_s=self._retry_after_s)
 
     async def faults(self) -> list[str]:
         """See ``GeneratorClient``. Asks Serve's controller, so that busy replicas need not answer."""

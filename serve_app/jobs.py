@@ -9,7 +9,7 @@ from c2kv_core.generate import Decoder
 from c2kv_core.sampling import SamplingParams
 from serve_app.answers import DocumentReport, FinishReason
 from serve_app.errors import Fault
-from serve_app.plan import PlannedDocument
+from serve_app.plan import Parts, PlannedDocument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,20 @@ class Job:
         """Positions before the answer: source tokens, not slots."""
         documents = sum(document.work.source_tokens for document in self.documents)
         return len(self.prefix_ids) + documents + len(self.question_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """A document to be compressed for the store."""
+
+    part_ids: tuple[tuple[int, ...], ...]
+    """Token ids of each part."""
+    deadline_s: float
+    """When it is given up, by the monotonic clock."""
+
+
+Work = Job | Compression
+"""What an engine does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +75,13 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """A document's slots."""
+
+    parts: Parts
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """There will be no (more) answer."""
 
@@ -75,12 +96,14 @@ class Step:
     token: int
 
 
-Event = Started | Text | Finished | Failed
-"""In order: Started, any number of Text, Finished; or Failed at any point. Nothing follows the last two."""
+Event = Started | Text | Finished | Compressed | Failed
+"""Of an answer: Started, any number of Text, Finished. Of a compression: Compressed. Or Failed at any point."""
+LAST = (Finished, Compressed, Failed)
+"""Nothing follows these."""
 
 Turns = Generator[Event | Step | None, Tensor | None, None]
 """An answer in the making.
 
 None: one bounded piece of preparation is done. A step: send it the logits. An event: tell it, and go on at once.
-Nothing follows ``Finished``.
+Nothing follows the last event.
 """

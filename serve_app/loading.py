@@ -31,7 +31,7 @@ def load_service(config: ServeConfig) -> tuple[ChatService, Engine]:
     if threads is not None:
         torch.set_num_threads(threads)
     compressor = Compressor.load(config.compressor_spec())
-    memory = SlotMemory(max_bytes=config.memory_cache_bytes, namespace=config.namespace)
+    memory = SlotMemory(max_bytes=config.memory_cache_bytes)
     contexts = ContextBuilder(
         compressor=compressor,
         ratio=config.ratio,

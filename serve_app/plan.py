@@ -40,8 +40,9 @@ class Extraction:
 
     part_ids: tuple[tuple[int, ...], ...]
     """Token ids of each part."""
+    namespace: str
     content_hash: str
-    """Of title and text; the key under which the slots stay in memory."""
+    """Of title and text; with the namespace the key under which the slots stay in memory."""
 
     @property
     def source_tokens(self) -> int:

@@ -41,6 +41,15 @@ class DocumentRef(_Strict):
         return self
 
 
+class DocumentBody(_Strict):
+    """Body of ``PUT /v1/documents/{id}``."""
+
+    title: str = ""
+    """Stands before the text."""
+    text: str = Field(min_length=1)
+    """What is compressed and kept."""
+
+
 class C2KVOptions(_Strict):
     """How documents are found."""
 
@@ -104,9 +113,8 @@ class ChatRequest(_Lenient):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Equal seeds draw equal answers to equal requests."""
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]] | None,
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)] | None,
         BeforeValidator(_stop_list),
-        Field(max_length=MAX_STOP_STRINGS),
     ] = None
     """The answer ends before the first of these."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -117,6 +125,14 @@ class ChatRequest(_Lenient):
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None
     """Answers to a request: only one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, body: object) -> object:
+        # OpenAI documents most fields as nullable, and clients send them so.
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
 
     @model_validator(mode="after")
     def _one_limit(self) -> "ChatRequest":

@@ -1,13 +1,17 @@
 """The generator deployment: one model, one engine, one view of the store."""
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
+from typing import Any
 
+from c2kv_core.errors import C2KVError
+from serve_app.caller import Caller
 from serve_app.config import ServeConfig
-from serve_app.events import ReplicaEvent
+from serve_app.errors import ApiError, fault_of
+from serve_app.events import DoneEvent, ReplicaEvent, Reply, error_event
 from serve_app.loading import load_service
-from serve_app.protocol import ChatRequest
+from serve_app.protocol import ChatRequest, DocumentBody
 
 
 class Generator:
@@ -16,11 +20,23 @@ class Generator:
     def __init__(self, config: ServeConfig) -> None:
         self._service, self._engine = load_service(config)
 
-    async def generate(self, request: ChatRequest) -> AsyncGenerator[ReplicaEvent, None]:
+    async def generate(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """The events of one request (see ``events``). Cancelling the call frees what it holds."""
-        async with aclosing(self._service.answer(request)) as events:
+        async with aclosing(self._service.answer(request, caller)) as events:
             async for event in events:
                 yield event
+
+    async def put_document(self, caller: Caller, doc_id: str, body: DocumentBody) -> Reply:
+        """See ``DocumentService.put``."""
+        return await reply(self._service.documents.put(caller, doc_id, body))
+
+    async def get_document(self, caller: Caller, doc_id: str) -> Reply:
+        """See ``DocumentService.get``."""
+        return await reply(self._service.documents.get(caller, doc_id))
+
+    async def delete_document(self, caller: Caller, doc_id: str) -> Reply:
+        """See ``DocumentService.delete``."""
+        return await reply(self._service.documents.delete(caller, doc_id))
 
     def stats(self) -> dict[str, int]:
         """Requests this replica holds: ``running`` and ``queued``."""
@@ -41,3 +57,13 @@ class Generator:
         service = getattr(self, "_service", None)
         if service is not None:
             service.close()
+
+
+async def reply(work: Awaitable[Mapping[str, Any]]) -> Reply:
+    """The result, or the fault as a value: exceptions lose their form between processes."""
+    try:
+        return DoneEvent(event="done", result=dict(await work))
+    except ApiError as error:
+        return error_event(error.fault)
+    except C2KVError as error:
+        return error_event(fault_of(error))

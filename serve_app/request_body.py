@@ -3,13 +3,16 @@
 import difflib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from starlette.requests import Request
 
-from serve_app.errors import ApiError, bad_request
-from serve_app.protocol import C2KVOptions, ChatRequest, DocumentRef
+from serve_app.errors import ApiError, Fault, bad_request
+from serve_app.protocol import C2KVOptions, ChatRequest, DocumentBody, DocumentRef
+
+B = TypeVar("B", bound=BaseModel)
 
 _OWN_KEYS = ("documents", "c2kv")
 """Keys that OpenAI does not have: near misses of these are typos, any other unknown key is a client's habit."""
@@ -32,12 +35,59 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
 """OpenAI fields that change the answer and that this server does not have: the values that mean "off"."""
 
 
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body, read no further than the limit.
+
+    Raises:
+        ApiError: 413.
+    """
+    too_large = ApiError(
+        Fault(
+            status=413,
+            code="request_too_large",
+            message=f"expected a body of at most {max_bytes} bytes; store large documents and name them by id",
+        )
+    )
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        # Whatever the header says: a chunked body has none.
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
 def parse_request(body: bytes) -> ChatRequest:
     """The request in a body.
 
     Raises:
         ApiError: 400, naming the field at fault.
     """
+    data = _json_object(body)
+    _check_top_level(data)
+    return _validated(ChatRequest, data)
+
+
+def parse_document(body: bytes) -> DocumentBody:
+    """The document in a body.
+
+    Raises:
+        ApiError: 400, naming the field at fault.
+    """
+    return _validated(DocumentBody, _json_object(body))
+
+
+def _validated(kind: type[B], data: dict[str, Any]) -> B:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _first_fault(kind, error.errors(include_url=False)[0]) from error
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
     try:
         data = json.loads(body)
         # json lets halves of surrogate pairs pass; no tokenizer and no answer can hold one.
@@ -51,11 +101,7 @@ def parse_request(body: bytes) -> ChatRequest:
         raise bad_request("expected a JSON object as body: nested too deeply", code="invalid_json") from error
     if not isinstance(data, dict):
         raise bad_request(f"expected a JSON object as body, got {type(data).__name__}", code="invalid_json")
-    _check_top_level(data)
-    try:
-        return ChatRequest.model_validate(data)
-    except ValidationError as error:
-        raise _first_fault(error.errors(include_url=False)[0]) from error
+    return data
 
 
 def _check_top_level(data: dict[str, Any]) -> None:
@@ -72,11 +118,12 @@ def _check_top_level(data: dict[str, Any]) -> None:
             raise _unknown(name, name, near)
 
 
-def _first_fault(fault: ErrorDetails) -> ApiError:
+def _first_fault(kind: type[BaseModel], fault: ErrorDetails) -> ApiError:
     param = ".".join(str(step) for step in fault["loc"])
     if fault["type"] == "extra_forbidden":
         last = str(fault["loc"][-1])
-        owner: type[BaseModel] = C2KVOptions if fault["loc"][0] == "c2kv" else DocumentRef
+        inner: dict[Any, type[BaseModel]] = {"c2kv": C2KVOptions, "documents": DocumentRef}
+        owner = inner.get(fault["loc"][0], kind) if len(fault["loc"]) > 1 else kind
         return _unknown(param, last, difflib.get_close_matches(last, owner.model_fields, n=1, cutoff=0.0))
     if fault["type"] == "missing":
         return bad_request(f"missing {param!r}, which is required", param=param)

@@ -13,8 +13,10 @@ from c2kv_core.compressor import Compressor
 from c2kv_core.errors import C2KVError, ContextLengthError
 from c2kv_core.sampling import SamplingParams
 from c2kv_core.store import KVStore, ReadTiming
+from serve_app.caller import Caller
 from serve_app.config import ServeConfig
 from serve_app.conversation import lay_out
+from serve_app.document_service import DocumentService
 from serve_app.documents import DocumentResolver
 from serve_app.engine import Engine, answer_events
 from serve_app.errors import ApiError, bad_request, deadline_exceeded, fault_of
@@ -55,20 +57,35 @@ class ChatService:
             compressor=compressor,
             store=store,
             memory=memory,
-            namespace=config.namespace,
             tokenizer_lock=self._tokenizer_lock,
             fitting=self._fitting,
         )
         # Reads and tokenising stay off the event loop and off the model's thread.
         self._readers = ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="c2kv-fetch")
+        self._anybody = config.anybody()
+        self.documents = DocumentService(
+            config=config,
+            compressor=compressor,
+            store=store,
+            memory=memory,
+            engine=engine,
+            fitting=self._fitting,
+            tokenizer_lock=self._tokenizer_lock,
+            readers=self._readers,
+        )
+        """Documents that clients put, look at and delete."""
 
-    async def answer(self, request: ChatRequest) -> AsyncGenerator[ReplicaEvent, None]:
+    async def answer(
+        self, request: ChatRequest, caller: Caller | None = None
+    ) -> AsyncGenerator[ReplicaEvent, None]:
         """The events of one request; leaving the iterator early gives the answer up."""
         arrived_s = time.monotonic()
         try:
             self._check(request)
             deadline_s = arrived_s + self._allowed_s(request)
-            job, finding = await self._within(deadline_s, lambda: self._plan(request, deadline_s))
+            job, finding = await self._within(
+                deadline_s, lambda: self._plan(request, caller or self._anybody, deadline_s)
+            )
             teller = Teller(
                 compressor=self._compressor,
                 ratio=self._config.ratio,
@@ -85,7 +102,8 @@ class ChatService:
             yield error_event(fault_of(error))
 
     def close(self) -> None:
-        """Stop the engine and the readers."""
+        """Stop the writer, the engine and the readers."""
+        self.documents.close()
         self._engine.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
@@ -123,14 +141,16 @@ class ChatService:
         except TimeoutError as error:
             raise deadline_exceeded("documents were read") from error
 
-    def _plan(self, request: ChatRequest, deadline_s: float) -> tuple[Job, FindTiming]:
+    def _plan(self, request: ChatRequest, caller: Caller, deadline_s: float) -> tuple[Job, FindTiming]:
         """The job, and how long it took to find the documents."""
         conversation = lay_out(request.messages)
         for message in request.messages:
             self._fitting.check(message.content)
         started_s = time.monotonic()
         timing = ReadTiming()
-        documents = self._resolver.resolve(request.documents, request.c2kv.on_missing, timing=timing)
+        documents = self._resolver.resolve(
+            request.documents, request.c2kv.on_missing, caller=caller, timing=timing
+        )
         fetch_s = time.monotonic() - started_s - timing.verify_s
         renderer = self._compressor.renderer
         with self._tokenizer_lock:

@@ -8,20 +8,19 @@ from serve_app.plan import Parts
 class SlotMemory:
     """Slots of whole documents in host memory, bounded by bytes.
 
-    The key is the hash of title and text: a replica serves one identity, under which equal text has equal slots. So a
-    document that was replaced in the store is never served stale, and one that was damaged there is still served.
-    Namespaces stay apart.
+    The key is the namespace and the hash of title and text: a replica serves one identity, under which equal text has
+    equal slots. So a document that was replaced in the store is never served stale, and one that was damaged there is
+    still served. Namespaces stay apart.
     """
 
-    def __init__(self, *, max_bytes: int, namespace: str) -> None:
+    def __init__(self, *, max_bytes: int) -> None:
         self._lru: ByteLru[tuple[str, str], Parts] = ByteLru(max_bytes)
-        self._namespace = namespace
 
-    def get(self, content_hash: str) -> Parts | None:
+    def get(self, namespace: str, content_hash: str) -> Parts | None:
         """The document's parts; None when they are not held."""
-        return self._lru.get((self._namespace, content_hash))
+        return self._lru.get((namespace, content_hash))
 
-    def keep(self, content_hash: str, parts: Parts) -> Parts:
+    def keep(self, namespace: str, content_hash: str, parts: Parts) -> Parts:
         """The parts in memory of their own, held from now on; as they are where the tier has no room for them.
 
         What comes from the store is a view of a mapped file. Copied right after it was verified, it no longer changes
@@ -31,7 +30,7 @@ class SlotMemory:
         if not self._lru.has_room_for(size_bytes):
             return parts
         own = tuple(_copy(part) for part in parts)
-        self._lru.put((self._namespace, content_hash), own, size_bytes=size_bytes)
+        self._lru.put((namespace, content_hash), own, size_bytes=size_bytes)
         return own
 
     @property

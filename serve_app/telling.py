@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from c2kv_core.compressor import Compressor
 from serve_app.answers import C2KVBlock, Timings, usage
 from serve_app.events import EndEvent, ReplicaEvent, StartEvent, TextEvent, error_event
-from serve_app.jobs import Event, Failed, Finished, Job, Started, Text
+from serve_app.jobs import Compressed, Event, Failed, Finished, Job, Started, Text
 from serve_app.plan import CACHED_TIERS
 
 
@@ -35,6 +35,7 @@ class Teller:
 
     def tell(self, event: Event) -> ReplicaEvent:
         """The event for the ingress."""
+        assert not isinstance(event, Compressed), "answers are told of, not documents"
         match event:
             case Started():
                 self._block = self._new_block(event)

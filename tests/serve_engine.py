@@ -18,7 +18,7 @@ from c2kv_core.sampling import SamplingParams
 from serve_app.batch_engine import BatchEngine
 from serve_app.engine import answer_events
 from serve_app.errors import ApiError
-from serve_app.jobs import Event, Failed, Finished, Job, Started, Step, Text, Turns
+from serve_app.jobs import LAST, Event, Failed, Finished, Job, Started, Step, Text, Turns
 from serve_app.loading import load_service
 from serve_app.places import Limits
 from serve_app.protocol import ChatRequest
@@ -56,7 +56,7 @@ class Inbox:
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, LAST):
             self.ended.set()
 
     def wait(self) -> list[Event]:

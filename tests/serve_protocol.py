@@ -46,6 +46,13 @@ def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None
     parse(**fields)
 
 
+@pytest.mark.parametrize("field", sorted(set(ChatRequest.model_fields) - {"messages"}))
+def test_null_is_as_good_as_absent(field: str) -> None:
+    assert parse(**{field: None}) == parse_request(
+        json.dumps({name: value for name, value in ask_body().items() if name != field}).encode()
+    )
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -1,0 +1,207 @@
+"""Documents that clients put, look at and delete, inside a replica and without Ray."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import TypedDict, TypeVar
+
+from c2kv_core.compressor import Compressor, SourceDocument
+from c2kv_core.store import IndexRow, KVStore, Miss, SourceText
+from c2kv_core.store.names import check_doc_id
+from c2kv_core.text import content_hash
+from serve_app.caller import Caller
+from serve_app.config import ServeConfig
+from serve_app.document_writer import DocumentWriter
+from serve_app.engine import Engine, answer_events
+from serve_app.errors import ApiError, Fault, deadline_exceeded
+from serve_app.fitting import Fitting
+from serve_app.jobs import Compressed, Compression, Failed
+from serve_app.plan import Parts
+from serve_app.protocol import DocumentBody
+from serve_app.slot_memory import SlotMemory
+
+T = TypeVar("T")
+
+
+class DocumentStatus(TypedDict):
+    """A stored document."""
+
+    id: str
+    object: str
+    """``document``."""
+    namespace: str
+    title: str
+    """Empty where its text is not stored."""
+    content_hash: str
+    """SHA-256 hex of title and text."""
+    ratio: int
+    """Source tokens per slot."""
+    parts: int
+    slots: int
+    source_tokens: int
+    bytes: int
+    """Of the stored record."""
+    created_at: str
+    """ISO 8601, UTC."""
+
+
+class DocumentDeleted(TypedDict):
+    """A document that is no more."""
+
+    id: str
+    object: str
+    """``document``."""
+    deleted: bool
+
+
+class DocumentService:
+    """Writes go through one thread, reads beside it; the model's work is the engine's."""
+
+    def __init__(
+        self,
+        *,
+        config: ServeConfig,
+        compressor: Compressor,
+        store: KVStore,
+        memory: SlotMemory,
+        engine: Engine,
+        fitting: Fitting,
+        tokenizer_lock: threading.Lock,
+        readers: ThreadPoolExecutor,
+    ) -> None:
+        self._config = config
+        self._compressor = compressor
+        self._store = store
+        self._memory = memory
+        self._engine = engine
+        self._fitting = fitting
+        self._tokenizer_lock = tokenizer_lock
+        self._readers = readers
+        self._writer = DocumentWriter(
+            store, gather_s=config.commit_gather_s, max_documents=config.commit_max_documents
+        )
+
+    async def put(self, caller: Caller, doc_id: str, body: DocumentBody) -> DocumentStatus:
+        """Compress a document and store it with its text, replacing an earlier one of the same id.
+
+        One that is stored already as it is, is left alone.
+
+        Raises:
+            ApiError: it cannot be compressed in time, or there is no room for it.
+            InputError: id or text cannot be stored.
+            StoreError: the store cannot be written.
+        """
+        check_doc_id(doc_id)
+        deadline_s = time.monotonic() + self._config.max_request_s
+        source = SourceDocument(doc_id, body.title, body.text)
+        held = await self._in_thread(lambda: self._unchanged(caller, source))
+        if held is not None:
+            return self._status(held, source.title)
+        ids = await self._in_thread(lambda: self._part_ids(source))
+        parts = await self._compress(ids, deadline_s)
+        document = self._compressor.stored(caller.namespace, source, parts)
+        text = SourceText(
+            namespace=caller.namespace,
+            doc_id=doc_id,
+            title=source.title,
+            text=source.text,
+            content_hash=document.content_hash,
+        )
+        written = asyncio.wrap_future(self._writer.put(document, text))
+        try:
+            row = await asyncio.wait_for(asyncio.shield(written), max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError as error:
+            # It goes on in the store's own time, and is either whole or not there.
+            raise deadline_exceeded("the document was written") from error
+        self._memory.keep(caller.namespace, document.content_hash, parts)
+        return self._status(row, source.title)
+
+    async def get(self, caller: Caller, doc_id: str) -> DocumentStatus:
+        """What is stored of a document.
+
+        Raises:
+            ApiError: 404.
+            StoreError: the store cannot be read.
+        """
+        return await self._in_thread(lambda: self._get(caller, doc_id))
+
+    async def delete(self, caller: Caller, doc_id: str) -> DocumentDeleted:
+        """Remove a document and its text; ``gc`` of the store then frees their bytes.
+
+        Raises:
+            ApiError: 404.
+            StoreError: the store cannot be written.
+        """
+        removed = await asyncio.wrap_future(self._writer.delete(caller.namespace, doc_id))
+        if not removed:
+            raise unknown_document(doc_id)
+        return DocumentDeleted(id=doc_id, object="document", deleted=True)
+
+    def close(self) -> None:
+        """Write what has been taken on, and stop."""
+        self._writer.close()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def _unchanged(self, caller: Caller, source: SourceDocument) -> IndexRow | None:
+        row = self._store.lookup([source.doc_id], namespace=caller.namespace)[source.doc_id]
+        if isinstance(row, Miss) or row.content_hash != content_hash(source.title, source.text):
+            return None
+        kept = self._store.text([source.doc_id], namespace=caller.namespace).get(source.doc_id)
+        return row if kept is not None and kept.content_hash == row.content_hash else None
+
+    def _part_ids(self, source: SourceDocument) -> tuple[tuple[int, ...], ...]:
+        limit = self._config.max_document_tokens
+        for text in (source.title, source.text):
+            self._fitting.check_document(text, max_tokens=limit)
+        with self._tokenizer_lock:
+            ids = tuple(map(tuple, self._compressor.part_ids(source.title, source.text)))
+        if (tokens := sum(map(len, ids))) > limit:
+            message = f"expected a document of at most {limit} tokens, got {tokens}; divide it"
+            raise ApiError(Fault(status=413, code="document_too_long", message=message, param="text"))
+        return ids
+
+    async def _compress(self, part_ids: tuple[tuple[int, ...], ...], deadline_s: float) -> Parts:
+        work = Compression(part_ids=part_ids, deadline_s=deadline_s)
+        async with aclosing(answer_events(self._engine, work)) as events:
+            async for event in events:
+                match event:
+                    case Compressed(parts=parts):
+                        return parts
+                    case Failed(fault=fault):
+                        raise ApiError(fault)
+        raise AssertionError("a compression ends with its slots or with a fault")
+
+    def _get(self, caller: Caller, doc_id: str) -> DocumentStatus:
+        for namespace in caller.readable:
+            row = self._store.lookup([doc_id], namespace=namespace)[doc_id]
+            if isinstance(row, IndexRow):
+                text = self._store.text([doc_id], namespace=namespace).get(doc_id)
+                return self._status(row, text.title if text is not None else "")
+        raise unknown_document(doc_id)
+
+    def _status(self, row: IndexRow, title: str) -> DocumentStatus:
+        return DocumentStatus(
+            id=row.doc_id,
+            object="document",
+            namespace=row.namespace,
+            title=title,
+            content_hash=row.content_hash,
+            ratio=self._config.ratio,
+            parts=row.parts,
+            slots=row.slots,
+            source_tokens=row.source_tokens,
+            bytes=row.length,
+            created_at=row.created_at.isoformat(),
+        )
+
+
+def unknown_document(doc_id: str) -> ApiError:
+    """404, the same whether it never was or is another tenant's."""
+    return ApiError(
+        Fault(status=404, code="document_not_found", message=f"no document {doc_id!r}", param="id")
+    )

@@ -1,0 +1,144 @@
+"""Writing documents that clients put: one thread a replica, many documents a commit."""
+
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from c2kv_core.document import StoredDocument
+from c2kv_core.errors import C2KVError, StoreError
+from c2kv_core.store import IndexRow, KVStore, SourceText
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Put:
+    document: StoredDocument
+    text: SourceText
+    done: "Future[IndexRow]"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return (self.document.namespace, self.document.doc_id)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Delete:
+    namespace: str
+    doc_id: str
+    done: "Future[int]"
+
+
+class DocumentWriter:
+    """Puts and deletes in the order they came. Safe to share between threads."""
+
+    def __init__(self, store: KVStore, *, gather_s: float, max_documents: int) -> None:
+        """Start the thread.
+
+        Args:
+            store: opened under the served identity.
+            gather_s: how long the first document of a commit waits for others, in seconds.
+            max_documents: most documents of a commit.
+        """
+        self._store = store
+        self._gather_s = gather_s
+        self._max_documents = max_documents
+        self._changed = threading.Condition()
+        self._queue: deque[_Put | _Delete] = deque()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="c2kv-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, document: StoredDocument, text: SourceText) -> "Future[IndexRow]":
+        """Store a document and its text; done when both can be read by anybody.
+
+        The future may raise InputError (it cannot be stored) or StoreError (nothing of it became visible).
+        """
+        done: Future[IndexRow] = Future()
+        self._add(_Put(document=document, text=text, done=done))
+        return done
+
+    def delete(self, namespace: str, doc_id: str) -> "Future[int]":
+        """Remove a document under every identity, and its text; the number of records that went."""
+        done: Future[int] = Future()
+        self._add(_Delete(namespace=namespace, doc_id=doc_id, done=done))
+        return done
+
+    @property
+    def waiting(self) -> int:
+        """Operations not begun."""
+        return len(self._queue)
+
+    def close(self) -> None:
+        """Finish what has been taken on, and stop."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _add(self, operation: _Put | _Delete) -> None:
+        with self._changed:
+            if self._closed:
+                operation.done.set_exception(
+                    StoreError("cannot write the document: this replica is stopping")
+                )
+                return
+            self._queue.append(operation)
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._queue)
+                if not self._queue:
+                    return
+                first = self._queue[0]
+                if isinstance(first, _Put) and not self._closed:
+                    self._gather()
+                taken = self._take()
+            self._run(taken)
+
+    def _gather(self) -> None:
+        """Wait for more documents, at most ``gather_s``; gives the lock up meanwhile."""
+        deadline_s = time.monotonic() + self._gather_s
+        while len(self._queue) < self._max_documents and not self._closed:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._changed.wait(left_s)
+
+    def _take(self) -> list[_Put] | _Delete:
+        """The next delete, or the puts before it; one document comes only once, so that order is kept."""
+        first = self._queue.popleft()
+        if isinstance(first, _Delete):
+            return first
+        puts = {first.key: first}
+        while self._queue and len(puts) < self._max_documents:
+            following = self._queue[0]
+            if isinstance(following, _Delete) or following.key in puts:
+                break
+            puts[following.key] = following
+            self._queue.popleft()
+        return list(puts.values())
+
+    def _run(self, taken: list[_Put] | _Delete) -> None:
+        if isinstance(taken, _Delete):
+            try:
+                taken.done.set_result(self._store.delete([taken.doc_id], namespace=taken.namespace))
+            except C2KVError as error:
+                taken.done.set_exception(error)
+            return
+        try:
+            rows = self._store.put(
+                [put.document for put in taken], texts=[put.text for put in taken], run="served"
+            )
+        except C2KVError as error:
+            if len(taken) > 1:  # one that cannot be stored is not the others' fault
+                for put in taken:
+                    self._run([put])
+                return
+            taken[0].done.set_exception(error)
+            return
+        by_key = {(row.namespace, row.doc_id): row for row in rows}
+        for put in taken:
+            put.done.set_result(by_key[put.key])

@@ -1,0 +1,99 @@
+"""A thousand mixed requests side by side give token for token what each gives alone (R28)."""
+
+import asyncio
+import random
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from c2kv_core.generate import Decoder
+from serve_app.loading import load_service
+from serve_app.protocol import ChatRequest
+from serve_app.service import ChatService
+from tests.serve_support import QUESTION, Answer, Reference, World, ask_body, collect, wait_until
+
+pytest_plugins = ["tests.serve_support"]
+
+SMALLEST_GAP = 1e-4
+"""Between the two likeliest tokens: below it, the rounding of a matrix product of another shape may decide."""
+AT_ONCE = 48
+
+
+def mixed_request(random_: random.Random) -> dict[str, Any]:
+    """Documents in any number and order, now and then given in full, and answers of different lengths."""
+    ids = random_.choices(["oak", "birch", "ash", "naked"], k=random_.randrange(5))
+    if random_.random() < 0.02:
+        ids.append("long")
+    documents: list[Any] = list(ids)
+    if random_.random() < 0.2:
+        documents.append({"title": "Note", "text": f"Note {random_.randrange(20)} about the larch."})
+    question = random_.choice(
+        [QUESTION, "Which bark is white?", "And what of the others, old and tall? " * 3]
+    )
+    return ask_body(
+        documents,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=random_.randint(1, 24),
+        stop=random_.choice([None, None, ["e"]]),
+    )
+
+
+async def run(
+    service: ChatService, bodies: list[dict[str, Any]], *, at_once: int, quitters: bool
+) -> list[Answer]:
+    """All answers, with at most some at once; quitters leave others half way in between."""
+    places = asyncio.Semaphore(at_once)
+
+    async def one(body: dict[str, Any]) -> Answer:
+        async with places:
+            return await collect(service, body)
+
+    async def quit_early(body: dict[str, Any]) -> None:
+        async with places, aclosing(service.answer(ChatRequest.model_validate(body))) as events:
+            await anext(events)
+
+    leaving = [quit_early(body) for body in bodies[::10]] if quitters else []
+    answers, _ = await asyncio.gather(
+        asyncio.gather(*(one(body) for body in bodies)), asyncio.gather(*leaving)
+    )
+    return list(answers)
+
+
+def smallest_gap(reference: Reference, body: dict[str, Any]) -> float:
+    """Between the two likeliest tokens over the whole answer, by plain calls."""
+    ids = [document["id"] for document in body.get("documents", ()) if "id" in document]
+    assert len(ids) == len(body.get("documents", ())), "only stored documents are compared here"
+    compressor = reference.world.compressor
+    question = compressor.renderer.question_ids(body["messages"])
+    context = reference.slots(*ids) if ids else reference.prefix()
+    decoder = Decoder(compressor.model, context, question, max_new_tokens=body["max_tokens"])
+    logits, gaps = decoder.prefill_question(), []
+    for _ in range(body["max_tokens"]):
+        first, second = torch.topk(logits, 2).values.tolist()
+        gaps.append(first - second)
+        if len(gaps) < body["max_tokens"]:
+            logits = decoder.step(int(logits.argmax()))
+    return min(gaps)
+
+
+@pytest.mark.faults
+def test_a_thousand_requests_side_by_side_equal_those_in_series(world: World, reference: Reference) -> None:
+    random_ = random.Random(0)
+    bodies = [mixed_request(random_) for _ in range(1000)]
+    service, engine = load_service(world.config(max_running=24, max_ongoing_requests=2 * AT_ONCE))
+    series = asyncio.run(run(service, bodies, at_once=1, quitters=False))
+    parallel = asyncio.run(run(service, bodies, at_once=AT_ONCE, quitters=True))
+    wait_until(lambda: engine.stats().running == 0, what="the last that left")
+    stats = engine.stats()
+    service.close()
+    assert (stats.running, stats.queued, stats.failed, stats.running_bytes) == (0, 0, 0, 0)
+    assert stats.finished + stats.cancelled == 2100 and stats.finished >= 2000
+    different = [
+        body
+        for body, alone, among in zip(bodies, series, parallel, strict=True)
+        if (alone.text, alone.end["finish_reason"]) != (among.text, among.end["finish_reason"])
+    ]
+    assert all(smallest_gap(reference, body) < SMALLEST_GAP for body in different), different
+    assert len(different) < 10

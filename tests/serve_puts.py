@@ -1,0 +1,140 @@
+"""Documents put, looked at and deleted by clients."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from c2kv_core.store import KVStore
+from c2kv_core.text import content_hash
+from tests.serve_local import client, local_api
+from tests.serve_support import QUESTION, World, ask_body, make_world
+
+pytest_plugins = ["tests.serve_support"]
+
+TEXT = "Larix gamma is a larch. Its needles fall in autumn, and it burns well."
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("puts"))
+
+
+@pytest.fixture(scope="module")
+def api(own: World) -> Iterator[FastAPI]:
+    with local_api(own.config(max_document_tokens=2000)) as made:
+        yield made
+
+
+def call(api: FastAPI, method: str, doc_id: str, body: Any = None) -> httpx.Response:
+    async def send() -> httpx.Response:
+        async with client(api) as http:
+            return await http.request(method, f"/v1/documents/{quote(doc_id, safe='')}", json=body)
+
+    return asyncio.run(send())
+
+
+def ask(api: FastAPI, doc_ids: list[Any], **fields: Any) -> httpx.Response:
+    async def send() -> httpx.Response:
+        async with client(api) as http:
+            return await http.post(CHAT, json=ask_body(doc_ids, **fields))
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("doc_id", ["larch", "trees/larch #1?", "Lärche ü", "a" * 1000])
+def test_a_document_is_put_asked_about_and_deleted(api: FastAPI, own: World, doc_id: str) -> None:
+    body = {"title": "The larch", "text": TEXT}
+    put = call(api, "PUT", doc_id, body)
+    assert put.status_code == 200, put.text
+    status = put.json()
+    assert (status["id"], status["object"], status["title"]) == (doc_id, "document", "The larch")
+    assert status["content_hash"] == content_hash("The larch", TEXT)
+    assert call(api, "GET", doc_id).json() == status
+    answer = ask(api, [doc_id, "oak"]).json()
+    assert [d["tier"] for d in answer["c2kv"]["documents"]] == ["memory", "store"] or doc_id != "larch"
+    given = ask(api, [body, "oak"]).json()
+    assert answer["choices"] == given["choices"]
+    # Another reader of the store finds it too, whole.
+    stored = own.open_store().get([doc_id], namespace="default")[doc_id]
+    assert stored.num_tokens == status["source_tokens"]  # type: ignore[union-attr]
+    assert own.open_store().text([doc_id], namespace="default")[doc_id].text == TEXT
+    deleted = call(api, "DELETE", doc_id)
+    assert deleted.json() == {"id": doc_id, "object": "document", "deleted": True}
+    for response in (call(api, "GET", doc_id), call(api, "DELETE", doc_id), ask(api, [doc_id])):
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "document_not_found")
+    assert own.open_store().text([doc_id], namespace="default") == {}
+
+
+def test_the_same_again_is_left_alone_and_a_change_replaces_it(api: FastAPI, own: World) -> None:
+    first = call(api, "PUT", "fir", {"text": "A fir."}).json()
+    assert call(api, "PUT", "fir", {"text": "A fir."}).json() == first
+    second = call(api, "PUT", "fir", {"text": "A fir is an evergreen tree."}).json()
+    assert second["content_hash"] != first["content_hash"]
+    assert call(api, "GET", "fir").json() == second
+    rows = [row for row in own.open_store().rows() if row.doc_id == "fir"]
+    assert [row.content_hash for row in rows] == [second["content_hash"]]
+
+
+def test_documents_put_at_the_same_time_share_commits(api: FastAPI, own: World) -> None:
+    async def put_all() -> list[httpx.Response]:
+        async with client(api) as http:
+            return await asyncio.gather(
+                *(
+                    http.put(f"/v1/documents/tree-{n % 20}", json={"text": f"Tree number {n}."})
+                    for n in range(24)
+                )
+            )
+
+    versions = len(list(Path(own.store, "index/_delta_log").glob("*.json")))
+    assert {response.status_code for response in asyncio.run(put_all())} == {200}
+    after = len(list(Path(own.store, "index/_delta_log").glob("*.json")))
+    assert after - versions < 12
+    rows = [row for row in own.open_store().rows() if row.doc_id.startswith("tree-")]
+    assert len(rows) == 20
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"title": "no text"}, 400, "invalid_request"),
+        ({"text": ""}, 400, "invalid_request"),
+        ({"text": "  \n "}, 400, "invalid_request"),
+        ({"text": "a", "titel": "b"}, 400, "unknown_parameter"),
+        ([], 400, "invalid_json"),
+        ({"text": "word " * 2500}, 413, "document_too_long"),
+        ({"text": "word " * 200_000}, 413, "document_too_long"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(api: FastAPI, body: Any, status: int, code: str) -> None:
+    refused = call(api, "PUT", "bad", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (status, code), refused.text
+    assert call(api, "GET", "bad").status_code == 404
+
+
+def test_a_document_longer_than_the_models_positions_can_be_stored_and_not_asked_about(own: World) -> None:
+    with local_api(own.config(max_document_tokens=100_000)) as api:
+        put = call(api, "PUT", "novel", {"text": "The oak is tall, said the system. " * 900})
+        assert put.status_code == 200, put.text
+        assert put.json()["parts"] > 1
+        refused = ask(api, ["novel"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_store_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    with local_api(world.config()) as api:
+        Path(world.store, "index/_delta_log").rename(tmp_path / "away")
+        refused = call(api, "PUT", "new", {"text": "Text."})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
+        assert refused.headers["retry-after"]
+        (tmp_path / "away").rename(Path(world.store, "index/_delta_log"))
+        assert call(api, "PUT", "new", {"text": "Text."}).status_code == 200
+        assert ask(api, ["new"], messages=[{"role": "user", "content": QUESTION}]).status_code == 200
+    assert KVStore.open(world.store).verify().ok
