@@ -8,11 +8,17 @@ from c2kv_cli.bench import app as bench_app
 from c2kv_cli.demo import demo
 from c2kv_cli.eval import eval_command
 from c2kv_cli.extract import extract
+from c2kv_cli.keys import app as keys_app
+from c2kv_cli.options import keys_of
 from c2kv_cli.serve import serve
 from c2kv_cli.store import app as store_app
 from c2kv_cli.train import train
 from c2kv_core.errors import C2KVError, InputError
+from pipelines.eval.config import EvalConfig
+from pipelines.extract_config import ExtractConfig
 from pipelines.job import INTERRUPTED
+from pipelines.train.config import TrainConfig
+from serve_app.config import ServeConfig
 
 app = typer.Typer(
     name="c2kv",
@@ -21,13 +27,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("train")(train)
-app.command("extract")(extract)
-app.command("serve")(serve)
-app.command("eval")(eval_command)
+app.command("train", epilog=keys_of(TrainConfig))(train)
+app.command("extract", epilog=keys_of(ExtractConfig))(extract)
+app.command("serve", epilog=keys_of(ServeConfig))(serve)
+app.command("eval", epilog=keys_of(EvalConfig))(eval_command)
 app.command("demo")(demo)
 app.add_typer(store_app, name="store")
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 
 @app.callback()

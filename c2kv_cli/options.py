@@ -26,6 +26,17 @@ def resolve(kind: type[C], path: Path | None, overrides: list[str] | None, **fla
     return load_config(kind, path, [*(overrides or []), *given])
 
 
+def keys_of(kind: type[Config]) -> str:
+    """All keys of a configuration with their defaults, for the end of a command's help."""
+    named = [
+        name
+        if field.is_required()
+        else f"{name}={json.dumps(field.get_default(call_default_factory=True), default=str)}"
+        for name, field in kind.model_fields.items()
+    ]
+    return f"Keys: {', '.join(named)}. Each is described at {kind.__name__} in {kind.__module__.replace('.', '/')}.py."
+
+
 def print_json(report: dict[str, Any]) -> None:
     """One object on stdout."""
     sys.stdout.write(json.dumps(report) + "\n")

@@ -9,6 +9,7 @@ import typer
 
 from c2kv_cli.options import ConfigFile, Overrides, resolve
 from serve_app.config import ServeConfig
+from serve_app.keys import check_keys
 
 
 def serve(
@@ -21,7 +22,12 @@ def serve(
     ] = None,
     ratio: Annotated[int | None, typer.Option(help="Source tokens per slot the store was made with.")] = None,
     namespace: Annotated[str | None, typer.Option(help="Tenant whose documents are served.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    keys_file: Annotated[
+        str | None, typer.Option(help="File of bearer keys; `c2kv keys new` makes entries.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's need keys.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
 ) -> None:
     """Serve answers over a store's documents at /v1/chat/completions, until Ctrl-C."""
@@ -34,6 +40,7 @@ def serve(
         sidecar=sidecar,
         ratio=ratio,
         namespace=namespace,
+        keys_file=keys_file,
     )
     run(settings, host=host, port=port)
 
@@ -48,6 +55,7 @@ def run(config: ServeConfig, *, host: str, port: int) -> None:
     from serve_app.launch import check_port_free, start
     from serve_app.probe import probe
 
+    check_keys(config, host)
     check_port_free(host, port)
     found = probe(config)
     for remark in found.remarks(config):

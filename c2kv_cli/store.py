@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from c2kv_cli.options import AsJson, print_json
-from c2kv_core.errors import C2KVError, InputError, StoreError
-from c2kv_core.store import KVStore, Totals
+from c2kv_core.errors import InputError, StoreError
+from c2kv_core.identity import Identity
+from c2kv_core.store import IndexRow, KVStore, Totals
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
@@ -34,22 +35,26 @@ def ls(
     groups = [_described(store, group) for group in totals]
     shown = store.rows(namespace=namespace) if documents else []
     rows = [row for row in shown if row.fingerprint.startswith(fingerprint or "")]
+    if not totals and (namespace or fingerprint):
+        raise InputError(
+            f"nothing in {uri} is of {_filters(namespace, fingerprint)}; `c2kv store ls {uri}` lists all"
+        )
     if as_json:
-        ids = {"ids": sorted({r.doc_id for r in rows})} if documents else {}
-        print_json({"uri": uri, "groups": groups, "documents": sum(t.documents for t in totals), **ids})
+        listed = {"records": [row.to_dict() for row in rows]} if documents else {}
+        print_json({"uri": uri, "groups": groups, "documents": sum(t.documents for t in totals), **listed})
         return
     if documents:
         for row in rows:
             typer.echo(f"{row.namespace}\t{row.fingerprint[:12]}\t{row.source_tokens}\t{row.doc_id}")
         return
-    table = Table(
-        "namespace", "fingerprint", "k", "docs", "parts", "slots", "tokens", "MiB", "B/token", box=None
-    )
+    columns = ("namespace", "fingerprint", "k", "slot", "docs", "parts", "slots", "tokens", "MiB", "B/token")
+    table = Table(*columns, box=None)
     for g in groups:
         table.add_row(
             g["namespace"],
             g["fingerprint"][:12],
             str(g["ratio"] or "?"),
+            g["codec"] or "?",
             f"{g['documents']:,}",
             f"{g['parts']:,}",
             f"{g['slots']:,}",
@@ -78,14 +83,14 @@ def show(
         "namespace": namespace,
         "title": text.title if text else None,
         "text_characters": len(text.text) if text else None,
-        "records": [row.to_dict() for row in rows],
+        "records": [_with_identity(store, row) for row in rows],
     }
     if as_json:
         print_json(report)
         return
     typer.echo(f"{doc_id}  {report['title'] or ''}")
-    for row in rows:
-        for name, value in row.to_dict().items():
+    for record in report["records"]:
+        for name, value in record.items():
             typer.echo(f"  {name:>14}  {value}")
 
 
@@ -100,8 +105,12 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read and check records; exit code 1 when anything is wrong."""
+    """Read and check records; exit code 1 when anything is wrong, also when it was repaired."""
     report = KVStore.open(uri).verify(namespace=namespace, fraction=sample, repair=repair)
+    if not report.documents and namespace is not None:
+        raise InputError(
+            f"nothing in {uri} is of {_filters(namespace, None)}; `c2kv store ls {uri}` lists all"
+        )
     if as_json:
         print_json(report.to_dict())
     else:
@@ -112,7 +121,7 @@ def verify(
             row = problem.row
             out.print(f"  {row.namespace}/{row.doc_id}: {problem.reason}: {problem.detail}", markup=False)
     if not report.ok:
-        todo = "`c2kv store verify --repair` drops them, then `c2kv extract` makes them again"
+        todo = f"`c2kv store verify {uri} --repair` drops them, then `c2kv extract` makes them again"
         if report.dropped is not None:
             todo = f"{report.dropped} were dropped and noted under quarantine/; run `c2kv extract` to make them again"
         raise StoreError(f"{len(report.problems)} of {report.documents} records are damaged; {todo}")
@@ -125,7 +134,7 @@ def rm(
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Remove documents at every fingerprint, and their texts; `gc` then frees their bytes."""
+    """Remove documents at every fingerprint, and their texts; `gc` frees their bytes after its retention."""
     store = KVStore.open(uri)
     known = {row.doc_id for row in store.rows_of(doc_ids, namespace=namespace)}
     missing = [doc_id for doc_id in dict.fromkeys(doc_ids) if doc_id not in known]
@@ -134,8 +143,14 @@ def rm(
         print_json({"removed": removed, "missing": missing})
     else:
         typer.echo(f"{removed} {'record' if removed == 1 else 'records'} removed")
+        if removed:
+            typer.echo(
+                "their bytes go with the first `c2kv store gc` a day from now; at once, while nothing writes: "
+                f"`c2kv store gc {uri} --retention-s 0`",
+                err=True,
+            )
     if missing:
-        raise C2KVError(f"not in namespace {namespace!r} of {uri}: {', '.join(map(repr, missing))}")
+        raise InputError(f"not in namespace {namespace!r} of {uri}: {', '.join(map(repr, missing))}")
 
 
 @app.command("gc")
@@ -143,7 +158,10 @@ def gc(
     uri: Uri,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     retention_s: Annotated[
-        float, typer.Option(help="Keep unneeded files younger than this, seconds.")
+        float,
+        typer.Option(
+            help="Keep unneeded files younger than this, seconds. 0 only while nothing writes there."
+        ),
     ] = 86_400.0,
     as_json: AsJson = False,
 ) -> None:
@@ -154,13 +172,20 @@ def gc(
         return
     would = "would be " if dry_run else ""
     files = len(report.removed) + len(report.table_files)
+    freed = (report.removed_bytes - report.written_bytes) / 2**20
     out = Console(highlight=False, soft_wrap=True)
-    out.print(f"{files} files {would}removed, {report.removed_bytes / 2**20:,.1f} MiB of shards among them")
-    out.print(
-        f"{len(report.rewritten)} shards {would}written anew without {report.erased_bytes / 2**20:,.1f} MiB of "
-        "records that are no longer live"
-    )
-    out.print(f"{report.kept_young} kept for being young; {report.live_shards} shards hold live documents")
+    out.print(f"{files} files {would}removed, {freed:,.1f} MiB {would}freed")
+    if report.rewritten:
+        out.print(
+            f"{len(report.rewritten)} of them were shards that {would}written anew without "
+            f"{report.erased_bytes / 2**20:,.1f} MiB of records that are no longer live"
+        )
+    if report.kept_young:
+        out.print(
+            f"{report.kept_young} files with {report.kept_young_bytes / 2**20:,.1f} MiB that nothing needs are younger "
+            f"than the retention of {retention_s:,.0f} s and stay"
+        )
+    out.print(f"{report.live_shards} shards hold live documents")
     if report.unreadable:
         raise StoreError(
             f"{len(report.unreadable)} shards keep the bytes of removed documents, because a live record in them is "
@@ -173,5 +198,22 @@ def _described(store: KVStore, totals: Totals) -> dict[str, Any]:
     return {
         **asdict(totals),
         "ratio": None if identity is None else identity.ratio,
+        "codec": None if identity is None else _codec(identity),
         "bytes_per_source_token": totals.bytes / totals.source_tokens,
     }
+
+
+def _codec(identity: Identity) -> str:
+    """How slots are stored, in a word."""
+    return identity.slot_dtype if identity.quantisation == "none" else identity.quantisation
+
+
+def _with_identity(store: KVStore, row: IndexRow) -> dict[str, Any]:
+    identity = store.identity_of(row.fingerprint)
+    named = {} if identity is None else {"ratio": identity.ratio, "codec": _codec(identity)}
+    return {**row.to_dict(), **named}
+
+
+def _filters(namespace: str | None, fingerprint: str | None) -> str:
+    wanted = {"namespace": namespace, "fingerprint": fingerprint}
+    return " and ".join(f"{name} {value!r}" for name, value in wanted.items() if value is not None)

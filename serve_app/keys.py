@@ -21,6 +21,7 @@ from pydantic import Field
 from c2kv_core.config import Config, parse_config
 from c2kv_core.errors import ConfigError
 from serve_app.caller import Caller, Role
+from serve_app.config import ServeConfig
 from serve_app.errors import ApiError, Fault
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,11 @@ class KeyRing:
             self._entries = _parsed(text, source=KEYS_VARIABLE)
         self._keyed = path is not None or bool(text)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys are configured, if only an empty list."""
+        return self._keyed
+
     def grant(self, authorization: str | None, host: str | None) -> Grant:
         """Who sends a request.
 
@@ -167,6 +173,20 @@ class KeyRing:
                 logger.info("read %d keys anew from %s", len(self._entries), path)
         except ConfigError as error:
             logger.error("the keys stay as they were: %s", error)
+
+
+def check_keys(config: ServeConfig, host: str) -> None:
+    """Refuse to listen where strangers are, without keys.
+
+    Raises:
+        ConfigError: says what to set.
+    """
+    ring = KeyRing(path=config.keys_file, anybody=config.anybody(), allow_anonymous=config.allow_anonymous)
+    if not (ring.has_keys or config.allow_anonymous or _is_local(host) or host == "localhost"):
+        raise ConfigError(
+            f"without keys only 127.0.0.1 can be served, got host {host}; give --keys-file (`c2kv keys new` makes "
+            "entries), or allow_anonymous=true to answer everybody"
+        )
 
 
 def _read(path: str) -> tuple[KeyEntry, ...]:

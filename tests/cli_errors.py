@@ -211,7 +211,7 @@ def test_json_is_one_object_on_stdout_and_store_commands_read_it_back(
     assert "1 of 1 records are damaged" in error_line(err)
 
     code, _, err = run(monkeypatch, capsys, "store", "rm", store, "nope")
-    assert code == 1
+    assert code == 2
     assert "'nope'" in error_line(err)
     code, out, _ = run(monkeypatch, capsys, "store", "rm", store, "a", "--json")
     assert (code, json.loads(out)) == (0, {"removed": 1, "missing": []})

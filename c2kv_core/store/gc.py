@@ -28,8 +28,12 @@ class GcReport:
     removed: tuple[str, ...]
     """Paths of shards and unfinished files."""
     removed_bytes: int
+    written_bytes: int
+    """Of the shards that took the place of those written anew: what is freed is ``removed_bytes`` less these."""
     kept_young: int
-    """Files that no row needs, kept for being younger than the retention."""
+    """Files that no row needs, and shards with dead records, kept for being younger than the retention."""
+    kept_young_bytes: int
+    """Of these files, and of the dead records in these shards."""
     live_shards: int
     rewritten: tuple[str, ...]
     """Shards that were written anew without their dead records; they are among ``removed``."""
@@ -61,11 +65,14 @@ def collect_garbage(
     with as_store_error("collect garbage"):
         oldest_kept_s = time.time() - retention_s
         files, live = _look(storage, index)
-        dead = find_dead(storage, [f for f in files if f.modified_s <= oldest_kept_s], live)
+        young = {file.path for file in files if file.modified_s > oldest_kept_s}
+        mixed = find_dead(storage, files, live)
+        dead = [one for one in mixed if one.shard not in young]
         rewritten = [one for one in dead if dry_run or rewrite(storage, index, identities, one)]
         if rewritten and not dry_run:
             files, live = _look(storage, index)
-        unneeded = [file for file in files if file.path not in live]
+        gone = {one.shard for one in rewritten}
+        unneeded = [file for file in files if file.path in gone or file.path not in live]
         old = [file for file in unneeded if file.modified_s <= oldest_kept_s]
         if not dry_run:
             for file in old:
@@ -75,7 +82,10 @@ def collect_garbage(
         dry_run=dry_run,
         removed=tuple(file.path for file in old),
         removed_bytes=sum(file.size_bytes for file in old),
-        kept_young=len(unneeded) - len(old),
+        written_bytes=sum(one.live_bytes for one in rewritten),
+        kept_young=len(unneeded) - len(old) + len(mixed) - len(dead),
+        kept_young_bytes=sum(f.size_bytes for f in unneeded if f.modified_s > oldest_kept_s)
+        + sum(one.dead_bytes for one in mixed if one.shard in young),
         live_shards=len(live),
         rewritten=tuple(one.shard for one in rewritten),
         erased_bytes=sum(one.dead_bytes for one in rewritten),

@@ -21,7 +21,7 @@ from c2kv_core.store.manifest import DEFAULT_BUCKETS, Manifest, check_can_hold_s
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.names import check_namespace, check_run
 from c2kv_core.store.probe import probe
-from c2kv_core.store.quarantine import quarantine
+from c2kv_core.store.quarantine import forget, quarantine
 from c2kv_core.store.reader import DEFAULT_REFRESH_S, IndexReader
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
@@ -237,6 +237,7 @@ class KVStore:
         removed = self._index.delete(namespace, wanted)
         self._reader.invalidate()
         self._texts.delete(namespace, wanted)
+        forget(self._storage, namespace, wanted)
         return removed
 
     def text(self, ids: Iterable[str], *, namespace: str) -> dict[str, SourceText]:

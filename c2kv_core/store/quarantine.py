@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from c2kv_core.store.failures import as_store_error
@@ -32,3 +32,22 @@ def quarantine(storage: Storage, index: Index, problems: Sequence[Problem]) -> i
         with as_store_error(f"write {path}"):
             storage.put(path, json.dumps(note, indent=2, sort_keys=True).encode())
     return index.drop([problem.row for problem in damaged])
+
+
+def forget(storage: Storage, namespace: str, doc_ids: Iterable[str]) -> None:
+    """Remove the notes about documents: they name them, and hold a digest of their text.
+
+    Raises:
+        StoreError: I/O error.
+    """
+    forgotten = set(doc_ids)
+    with as_store_error("remove notes under quarantine/"):
+        for file in list(storage.list_files(f"{QUARANTINE}{namespace}/")):
+            try:
+                doc_id = json.loads(storage.get(file.path).to_pybytes())["row"]["doc_id"]
+            except FileNotFoundError:
+                continue  # another delete was faster
+            except (ValueError, KeyError, TypeError):
+                continue  # no note of ours
+            if doc_id in forgotten:
+                storage.delete(file.path)

@@ -29,6 +29,7 @@ class DeadBytes:
 
     shard: str
     dead_bytes: int
+    live_bytes: int
 
 
 def find_dead(
@@ -45,7 +46,7 @@ def find_dead(
             continue  # damage is for verify to find
         dead = end - FIRST_RECORD - live_bytes[file.path]
         if dead > 0:
-            found.append(DeadBytes(shard=file.path, dead_bytes=dead))
+            found.append(DeadBytes(shard=file.path, dead_bytes=dead, live_bytes=live_bytes[file.path]))
     return found
 
 

@@ -34,6 +34,9 @@ from c2kv_core.store.storage import Storage
 COMMIT_TIMEOUT_S = 60.0
 """How long a commit is tried again while other writers win."""
 
+LOG_RETENTION_S = 86_400
+"""How long the log remembers rows that are gone."""
+
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0
 
@@ -74,7 +77,7 @@ class Table:
                 configuration={
                     "delta.dataSkippingStatsColumns": ",".join(self._key),
                     # The log names ids of rows that are gone; gc trims it to this age.
-                    "delta.logRetentionDuration": "interval 1 day",
+                    "delta.logRetentionDuration": f"interval {LOG_RETENTION_S // 86_400} day",
                 },
             )
         except CommitFailedError:
@@ -140,13 +143,26 @@ class Table:
                     delta.optimize.compact(writer_properties=self._writer_properties)
                 if delta.version() != before:
                     self._storage.make_durable(files_of_commit(self._storage, self.name, delta.version()))
-            removed = delta.vacuum(
-                retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False, full=True
-            )
-            if not dry_run and (removed or delta.version() != before):
+            named = self._vacuum(delta, hours, dry_run=True)
+            there = {file.path: file.modified_s for file in self._storage.list_files(f"{self.name}/")}
+            # delta-rs also names files that an earlier vacuum removed, for as long as the log remembers them.
+            removed = [path for path in named if path in there]
+            if dry_run:
+                return removed
+            if removed:
+                self._vacuum(delta, hours, dry_run=False)
+            old_s = time.time() - LOG_RETENTION_S
+            stale = [p for p, s in there.items() if p.endswith(".json") and "/_delta_log/" in p and s < old_s]
+            if removed or delta.version() != before or len(stale) > 1:
                 delta.create_checkpoint()
                 delta.cleanup_metadata()
-            return [f"{self.name}/{unquote(path)}" for path in removed]
+            return removed
+
+    def _vacuum(self, delta: DeltaTable, hours: int, *, dry_run: bool) -> list[str]:
+        paths = delta.vacuum(
+            retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False, full=True
+        )
+        return [f"{self.name}/{unquote(path)}" for path in paths]
 
     def files(self) -> dict[int, tuple[str, ...]]:
         """The newest version's data files by bucket, as paths for ``read``."""

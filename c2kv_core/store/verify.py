@@ -18,6 +18,8 @@ THREADS = 8
 BATCH_BYTES = 32 * 2**20
 """Records that one thread reads at once."""
 
+_UNREAD = {"missing_shard", "unreadable_shard", "missing_identity"}
+"""Reasons of records that were not read at all."""
 _TRANSIENT = "unreadable_shard"
 """An I/O error: the record may be sound."""
 
@@ -53,9 +55,9 @@ class VerifyReport:
     """What was checked and what was wrong."""
 
     documents: int
-    """Records read."""
+    """Records looked at."""
     bytes: int
-    """Bytes of those records."""
+    """Bytes of those that could be read."""
     problems: tuple[Problem, ...]
     dropped: int | None = None
     """Rows that a repair dropped; None without one."""
@@ -94,7 +96,7 @@ def verify_rows(
         problems = [problem for batch in found for problem in batch]
     return VerifyReport(
         documents=len(chosen),
-        bytes=sum(row.length for row in chosen),
+        bytes=sum(row.length for row in chosen) - sum(p.row.length for p in problems if p.reason in _UNREAD),
         problems=tuple(sorted(problems, key=lambda problem: problem.row.key)),
     )
 
