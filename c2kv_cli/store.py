@@ -10,7 +10,7 @@ from rich.table import Table
 from c2kv_cli.options import AsJson, print_json
 from c2kv_core.errors import InputError, StoreError
 from c2kv_core.identity import Identity
-from c2kv_core.store import IndexRow, KVStore, Totals
+from c2kv_core.store import GcReport, IndexRow, KVStore, Totals
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
@@ -45,7 +45,9 @@ def ls(
         return
     if documents:
         for row in rows:
-            typer.echo(f"{row.namespace}\t{row.fingerprint[:12]}\t{row.source_tokens}\t{row.doc_id}")
+            # An id may hold anything; what would move the cursor is shown escaped.
+            name = row.doc_id if row.doc_id.isprintable() else repr(row.doc_id)
+            typer.echo(f"{row.namespace}\t{row.fingerprint[:12]}\t{row.source_tokens}\t{name}")
         return
     columns = ("namespace", "fingerprint", "k", "slot", "docs", "parts", "slots", "tokens", "MiB", "B/token")
     table = Table(*columns, box=None)
@@ -169,8 +171,17 @@ def gc(
     report = KVStore.open(uri).gc(dry_run=dry_run, retention_s=retention_s)
     if as_json:
         print_json(asdict(report))
-        return
-    would = "would be " if dry_run else ""
+    else:
+        _print_gc(report, retention_s)
+    if report.unreadable:
+        raise StoreError(
+            f"{len(report.unreadable)} shards keep the bytes of removed documents, because a live record in them is "
+            "damaged; run `c2kv store verify --repair`, then this again"
+        )
+
+
+def _print_gc(report: GcReport, retention_s: float) -> None:
+    would = "would be " if report.dry_run else ""
     files = len(report.removed) + len(report.table_files)
     freed = (report.removed_bytes - report.written_bytes) / 2**20
     out = Console(highlight=False, soft_wrap=True)
@@ -186,11 +197,6 @@ def gc(
             f"than the retention of {retention_s:,.0f} s and stay"
         )
     out.print(f"{report.live_shards} shards hold live documents")
-    if report.unreadable:
-        raise StoreError(
-            f"{len(report.unreadable)} shards keep the bytes of removed documents, because a live record in them is "
-            "damaged; run `c2kv store verify --repair`, then this again"
-        )
 
 
 def _described(store: KVStore, totals: Totals) -> dict[str, Any]:
@@ -199,7 +205,7 @@ def _described(store: KVStore, totals: Totals) -> dict[str, Any]:
         **asdict(totals),
         "ratio": None if identity is None else identity.ratio,
         "codec": None if identity is None else _codec(identity),
-        "bytes_per_source_token": totals.bytes / totals.source_tokens,
+        "bytes_per_source_token": totals.bytes / max(1, totals.source_tokens),
     }
 
 

@@ -28,11 +28,11 @@ def sidecar_directory(place: str | os.PathLike[str]) -> Path:
         StoreError: object storage cannot be read.
     """
     text = os.fspath(place)
-    if not text.startswith("s3://"):
+    if "://" not in text:
         return Path(text).expanduser()
     storage = open_storage(text)
     with as_store_error(f"read the sidecar {text}"):
-        found = {file.path: file for file in storage.list_files("") if file.path in _FILES}
+        found = {file.path: file for name in _FILES for file in storage.list_files(name)}
     missing = [name for name in _FILES if name not in found]
     if missing:
         raise SidecarError(
@@ -41,18 +41,27 @@ def sidecar_directory(place: str | os.PathLike[str]) -> Path:
     stamp = [(name, found[name].size_bytes, found[name].modified_s) for name in _FILES]
     key = hashlib.sha256(json.dumps([text, stamp]).encode()).hexdigest()
     target = cache_folder() / "sidecars" / key
-    if target.is_dir():
+    if _is_whole(target):
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
+    except OSError as error:
+        raise SidecarError(f"cannot keep the sidecar of {text}: {error}; set C2KV_CACHE_DIR") from error
     try:
         for name in _FILES:
             with as_store_error(f"read the sidecar {text}"):
                 (scratch / name).write_bytes(storage.get(name))
+        if target.is_dir() and not _is_whole(target):
+            shutil.rmtree(target, ignore_errors=True)
         with suppress(OSError):  # another process may have been faster, with the same bytes
             scratch.rename(target)
-        if not target.is_dir():
+        if not _is_whole(target):
             raise SidecarError(f"cannot keep the sidecar of {text} in {target.parent}; make it writable")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)

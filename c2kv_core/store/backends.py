@@ -2,12 +2,12 @@
 
 import os
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from c2kv_core.errors import InputError
 from c2kv_core.store.local_storage import LocalStorage
 from c2kv_core.store.s3_storage import S3Storage
-from c2kv_core.store.storage import Storage
+from c2kv_core.store.storage import Storage, split_uri
 
 
 def open_storage(uri: str | os.PathLike[str]) -> Storage:
@@ -21,8 +21,8 @@ def open_storage(uri: str | os.PathLike[str]) -> Storage:
         raise InputError("expected the directory or s3:// URI of a store, got ''")
     if "://" not in text:
         return LocalStorage(Path(text))
-    parts = urlsplit(text)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+    parts = split_uri(text)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and not (parts.query or parts.fragment):
         return LocalStorage(Path(unquote(parts.path)))
     if parts.scheme == "s3":
         return S3Storage(text)

@@ -18,6 +18,7 @@ from c2kv_core.store.storage import TEMPORARY, Storage, StoredFile
 from c2kv_core.store.texts import Texts
 
 DEFAULT_RETENTION_S = 86_400.0
+_LONGEST_RETENTION_S = 100 * 365 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,10 @@ def collect_garbage(
         InputError: negative retention.
         StoreError: I/O error or lasting write conflict.
     """
-    if not retention_s >= 0:
-        raise InputError(f"expected a retention of 0 seconds or more, got {retention_s}")
+    if not 0 <= retention_s <= _LONGEST_RETENTION_S:
+        raise InputError(
+            f"expected a retention of 0 to {_LONGEST_RETENTION_S:.0f} seconds, got {retention_s}"
+        )
     with as_store_error("collect garbage"):
         oldest_kept_s = time.time() - retention_s
         files, live = _look(storage, index)

@@ -1,5 +1,6 @@
 """``fingerprints/<fingerprint>.json``: the identity behind each fingerprint, readable."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,7 @@ from c2kv_core.store.record import DTYPES
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
 
+_LOOK_AGAIN_S = 60.0
 _SHOWN_CHARACTERS = 16
 """Enough of a digest to tell two apart."""
 
@@ -43,6 +45,8 @@ class Identities:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._known: dict[str, Identity] = {}
+        self._published_s: dict[str, float] = {}
+        """When a file was last seen to be right, by the monotonic clock."""
 
     def publish(self, identity: Identity) -> None:
         """Make the identity readable; must come before any row that names its fingerprint.
@@ -50,10 +54,19 @@ class Identities:
         Raises:
             StoreError: I/O error.
         """
-        if identity.fingerprint not in self._known:
-            with as_store_error(f"write {identity_path(identity.fingerprint)}"):
-                self._storage.create(identity_path(identity.fingerprint), identity.canonical_json.encode())
-            self._known[identity.fingerprint] = identity
+        path, content = identity_path(identity.fingerprint), identity.canonical_json.encode()
+        # Looked at again now and then: whoever damages or removes the file must not make all records unreadable.
+        if time.monotonic() - self._published_s.get(identity.fingerprint, -_LOOK_AGAIN_S) < _LOOK_AGAIN_S:
+            return
+        with as_store_error(f"write {path}"):
+            try:
+                there = self._storage.get(path).to_pybytes()
+            except FileNotFoundError:
+                there = b""
+            if there != content:
+                self._storage.put(path, content)
+        self._known[identity.fingerprint] = identity
+        self._published_s[identity.fingerprint] = time.monotonic()
 
     def load(self, fingerprint: str) -> Identity | None:
         """The identity behind a fingerprint; None when its file is absent or is not what its name says.

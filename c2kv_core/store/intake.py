@@ -6,6 +6,7 @@ from c2kv_core.document import CompressedDocument, StoredDocument
 from c2kv_core.errors import IdentityError, InputError, StoreError
 from c2kv_core.identity import Identity
 from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.index import is_storable
 from c2kv_core.store.names import bucket_of, check_doc_id, check_namespace
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
@@ -20,6 +21,9 @@ def check_document(document: StoredDocument, identity: Identity) -> None:
     """
     check_namespace(document.namespace)
     check_doc_id(document.doc_id)
+    for name in ("title", "content_hash"):
+        if not is_storable(getattr(document, name)):
+            raise InputError(f"expected a {name} of valid unicode in document {document.doc_id!r}")
     if not document.parts:
         raise InputError(f"expected at least one part in document {document.doc_id!r}, got none")
     for index, part in enumerate(document.parts):
@@ -58,5 +62,15 @@ def _check_part(part: CompressedDocument, identity: Identity, where: str) -> Non
             )
     if part.ratio != identity.ratio:
         raise IdentityError(f"expected ratio {identity.ratio} in {where}, got {part.ratio}")
+    positions = part.slot_positions
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < max(1, part.num_tokens):
+        raise InputError(
+            f"expected slot positions of 0 to below {part.num_tokens} in {where}, got {positions}"
+        )
+    if identity.quantisation != "none" and not all(
+        bool(x.isfinite().all()) for x in (part.keys, part.values)
+    ):
+        # One infinity would take the rest of its channel with it.
+        raise InputError(f"expected finite keys and values in {where}, to be quantised")
     if part.num_tokens < 0:
         raise InputError(f"expected num_tokens of 0 or more in {where}, got {part.num_tokens}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Self
 
 from c2kv_core.document import StoredDocument
-from c2kv_core.errors import IdentityError, InputError, StoreFormatError
+from c2kv_core.errors import IdentityError, StoreFormatError
 from c2kv_core.identity import Identity
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.counters import Counters
@@ -19,7 +19,7 @@ from c2kv_core.store.index import Index
 from c2kv_core.store.intake import check_committable, check_document
 from c2kv_core.store.manifest import DEFAULT_BUCKETS, Manifest, check_can_hold_store, read_manifest
 from c2kv_core.store.miss import Miss
-from c2kv_core.store.names import check_namespace, check_run
+from c2kv_core.store.names import check_namespace, check_run, listed_ids
 from c2kv_core.store.probe import probe
 from c2kv_core.store.quarantine import forget, quarantine
 from c2kv_core.store.reader import DEFAULT_REFRESH_S, IndexReader
@@ -190,7 +190,7 @@ class KVStore:
             StoreError: the index cannot be read.
         """
         identity = self._required_identity("read slots")
-        found = self._reader.lookup(check_namespace(namespace), _listed(ids))
+        found = self._reader.lookup(check_namespace(namespace), listed_ids(ids))
         return {doc_id: self._identities.own_row(doc_id, rows, identity) for doc_id, rows in found.items()}
 
     def get(
@@ -233,7 +233,7 @@ class KVStore:
             StoreError: I/O error or lasting write conflict.
         """
         check_namespace(namespace)
-        wanted = _listed(ids)
+        wanted = listed_ids(ids)
         removed = self._index.delete(namespace, wanted)
         self._reader.invalidate()
         self._texts.delete(namespace, wanted)
@@ -247,7 +247,7 @@ class KVStore:
             InputError: a malformed namespace, or a string instead of a list of ids.
             StoreError: the table cannot be read.
         """
-        return self._texts.get(check_namespace(namespace), _listed(ids))
+        return self._texts.get(check_namespace(namespace), listed_ids(ids))
 
     def rows(self, *, namespace: str | None = None, fingerprint: str | None = None) -> list[IndexRow]:
         """All live rows now, sorted by namespace, id and fingerprint.
@@ -264,7 +264,7 @@ class KVStore:
             InputError: a malformed namespace, or a string instead of a list of ids.
             StoreError: the index cannot be read.
         """
-        return self._index.rows_of_documents(check_namespace(namespace), _listed(ids))
+        return self._index.rows_of_documents(check_namespace(namespace), listed_ids(ids))
 
     def totals(self, *, namespace: str | None = None) -> list[Totals]:
         """Documents, slots, tokens and bytes that are live now, by namespace and fingerprint.
@@ -337,7 +337,7 @@ class KVStore:
             StoreError: the index cannot be read or written.
         """
         rows = self.rows(namespace=namespace)
-        report = verify_rows(self._storage, self._identities, rows, fraction=fraction, seed=seed)
+        report = verify_rows(self._storage, self._identities, self._index, rows, fraction=fraction, seed=seed)
         if repair:
             dropped = quarantine(self._storage, self._index, report.problems)
             self._reader.invalidate()
@@ -390,9 +390,3 @@ class KVStore:
         if self._identity is None:
             raise IdentityError(f"cannot {doing}: open the store with identity=...")
         return self._identity
-
-
-def _listed(ids: Iterable[str]) -> list[str]:
-    if isinstance(ids, str):  # would be taken for a list of one-letter ids
-        raise InputError(f"expected a list of document ids, got the string {ids!r}")
-    return list(ids)

@@ -20,12 +20,17 @@ class LocalStorage:
         """``root`` need not exist yet; ``~`` is expanded.
 
         Raises:
-            InputError: the path contains ``%``, which delta-rs decodes and then fails to find.
+            InputError: a path that delta-rs would read differently, or a home that does not exist.
         """
-        self._root = root.expanduser().absolute()
-        if "%" in str(self._root):
+        try:
+            # Links are followed now: delta-rs takes ".." out of a path before it follows any.
+            self._root = root.expanduser().resolve()
+        except (RuntimeError, OSError, ValueError) as error:
+            raise InputError(f"expected a directory as store, got {str(root)!r}: {error}") from error
+        if set(str(self._root)) & set("%\\") or not str(self._root).isprintable():
             raise InputError(
-                f"expected a store path without '%', got {str(self._root)!r}: choose another directory"
+                f"expected a store path without '%', '\\' and unprintable characters, got {str(self._root)!r}: "
+                "choose another directory"
             )
 
     @property

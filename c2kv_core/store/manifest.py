@@ -41,14 +41,14 @@ def read_manifest(storage: Storage) -> Manifest | None:
             return None
     try:
         manifest = Manifest(**json.loads(text))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise StoreFormatError(f"{MANIFEST} at {storage.uri} is not a store's manifest: {error}") from error
-    if manifest.format_version != FORMAT_VERSION:
+    if type(manifest.format_version) is not int or manifest.format_version != FORMAT_VERSION:
         raise StoreFormatError(
             f"expected a store of format version {FORMAT_VERSION} at {storage.uri}, "
             f"got {manifest.format_version}: use the release that wrote it, or extract again"
         )
-    if not isinstance(manifest.buckets, int) or not 1 <= manifest.buckets <= MAX_BUCKETS:
+    if type(manifest.buckets) is not int or not 1 <= manifest.buckets <= MAX_BUCKETS:
         raise StoreFormatError(
             f"expected 1 to {MAX_BUCKETS} buckets in the manifest {MANIFEST} at {storage.uri}, "
             f"got {manifest.buckets!r}"
@@ -75,7 +75,7 @@ def check_can_hold_store(storage: Storage, *, buckets: int) -> None:
         StoreFormatError: other files are there.
         StoreError: I/O error.
     """
-    if not 1 <= buckets <= MAX_BUCKETS:
+    if type(buckets) is not int or not 1 <= buckets <= MAX_BUCKETS:
         raise InputError(f"expected 1 to {MAX_BUCKETS} buckets, got {buckets}")
     with as_store_error(f"list {storage.uri}"):
         if storage.exists(""):

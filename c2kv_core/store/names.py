@@ -6,6 +6,7 @@ computed by one writer is the one every reader computes.
 
 import re
 import uuid
+from collections.abc import Iterable
 
 import xxhash
 
@@ -17,6 +18,8 @@ QUARANTINE = "quarantine/"
 """Notes of damaged records that were dropped."""
 PROBES = "probes/"
 """Objects of start-up checks; one stays where a check was killed, for gc."""
+LEASES = "leases/"
+"""Who does what only one may do."""
 MANIFEST = "store.json"
 INDEX_TABLE = "index"
 TEXTS_TABLE = "documents"
@@ -32,7 +35,7 @@ def check_namespace(namespace: str) -> str:
     Raises:
         InputError: not ``[a-z0-9._-]{1,64}``, or a name that means a folder.
     """
-    if not _NAMESPACE.fullmatch(namespace) or namespace in _DOTS:
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace) or namespace in _DOTS:
         raise InputError(
             f"expected a namespace of 1 to 64 of a-z 0-9 . _ - (and not '.' or '..'), got {namespace!r}"
         )
@@ -54,6 +57,20 @@ def check_doc_id(doc_id: str) -> str:
     if not encoded:
         raise InputError("expected a non-empty document id, got ''")
     return doc_id
+
+
+def listed_ids(ids: Iterable[str]) -> list[str]:
+    """Ids as a list.
+
+    Raises:
+        InputError: a string, which would be taken for ids of one letter each, or anything that is no text.
+    """
+    if isinstance(ids, str | bytes):
+        raise InputError(f"expected a list of document ids, got {ids!r:.100}")
+    listed = list(ids)
+    if not all(isinstance(one, str) for one in listed):
+        raise InputError(f"expected document ids as strings, got {listed!r:.100}")
+    return listed
 
 
 def check_run(run: str) -> str:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,6 +15,10 @@ from c2kv_core.store.names import bucket_of
 from c2kv_core.store.row import IndexRow
 
 DEFAULT_REFRESH_S = 5.0
+MAX_HELD_BYTES = 2 * 2**30
+"""Memory of a reader for index rows; at 300 bytes a row, seven million of them."""
+_OVERHEAD_BYTES = 16_384
+"""Of a bucket, about, if it is empty."""
 
 
 class _Bucket:
@@ -33,6 +38,7 @@ class _Bucket:
         )
         self._order = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._order]
+        self.nbytes = _OVERHEAD_BYTES + self._table.nbytes + self._hashes.nbytes + self._order.nbytes
 
     def rows(self, doc_id: str) -> tuple[IndexRow, ...]:
         """Of one document, a row a fingerprint."""
@@ -56,7 +62,9 @@ class IndexReader:
         self._files: dict[int, tuple[str, ...]] = {}
         self._expires_s = 0.0
         """By the monotonic clock; 0 is long ago."""
-        self._buckets: dict[tuple[str, int], _Bucket] = {}
+        self._buckets: OrderedDict[tuple[str, int], _Bucket] = OrderedDict()
+        """The most recently used last."""
+        self._held_bytes = 0
 
     def invalidate(self) -> None:
         """Look for a new version at the next lookup: the caller has committed."""
@@ -96,5 +104,14 @@ class IndexReader:
         held = self._buckets.get((namespace, number))
         if held is None or held.files != files:
             held = _Bucket(files, self._index.table_of(files, namespace=namespace, bucket=number))
-            self._buckets[namespace, number] = held
+            self._hold((namespace, number), held)
+        self._buckets.move_to_end((namespace, number))
         return held
+
+    def _hold(self, key: tuple[str, int], bucket: _Bucket) -> None:
+        if key in self._buckets:
+            self._held_bytes -= self._buckets.pop(key).nbytes
+        self._buckets[key] = bucket
+        self._held_bytes += bucket.nbytes
+        while self._held_bytes > MAX_HELD_BYTES and len(self._buckets) > 1:
+            self._held_bytes -= self._buckets.popitem(last=False)[1].nbytes

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from c2kv_core.errors import StoreError
 from c2kv_core.store.decode import reuse_record
-from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.failures import as_store_error, first_line
 from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
 from c2kv_core.store.miss import Miss
@@ -41,10 +42,11 @@ def find_dead(
     tails = read_ranges(storage, ends)
     found = []
     for file, tail in zip(live, tails, strict=True):
-        end = records_end(tail, size=file.size_bytes) if isinstance(tail, pa.Buffer) else None
-        if end is None:
-            continue  # damage is for verify to find
-        dead = end - FIRST_RECORD - live_bytes[file.path]
+        if not isinstance(tail, pa.Buffer):
+            raise StoreError(f"cannot read {file.path}: {first_line(tail)}")
+        end = records_end(tail, size=file.size_bytes)
+        # No reader needs the end of a shard. Where it is damaged, nobody knows what lies there: it is written anew.
+        dead = (file.size_bytes if end is None else end) - FIRST_RECORD - live_bytes[file.path]
         if dead > 0:
             found.append(DeadBytes(shard=file.path, dead_bytes=dead, live_bytes=live_bytes[file.path]))
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import botocore.session
 from botocore.config import Config
@@ -88,10 +89,11 @@ class S3Session:
     """Credentials and settings, found where AWS's own tools look for them; renewed when they expire."""
 
     def __init__(self) -> None:
-        self._session = botocore.session.get_session()
-        given = os.environ.get("AWS_REGION") or self._session.get_config_variable("region")
+        with plain_errors("read the AWS settings"):
+            self._session = botocore.session.get_session()
+            given = os.environ.get("AWS_REGION") or self._session.get_config_variable("region")
         self._region = given or _DEFAULT_REGION
-        self._endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+        self._endpoint = self._configured_endpoint()
 
     def settings(self) -> S3Settings:
         """As they are now.
@@ -111,6 +113,19 @@ class S3Session:
             secret_key=frozen.secret_key or "",
             token=frozen.token,
         )
+
+    def _configured_endpoint(self) -> str | None:
+        """From the environment or the profile, so that shards and tables go to the same place."""
+        named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if not named:
+            profile = self._session.get_scoped_config()
+            services = self._session.full_config.get("services", {}).get(profile.get("services", ""), {})
+            named = services.get("s3", {}).get("endpoint_url") or profile.get("endpoint_url")
+        if named and not urlsplit(named).hostname:
+            raise ObjectStorageError(
+                f"expected an endpoint as http://host:port or https://host, got {named!r}"
+            )
+        return named or None
 
     def client(self) -> Any:
         """A client that many threads may share."""

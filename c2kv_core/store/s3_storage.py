@@ -1,6 +1,7 @@
 """A store in a bucket of S3, or of a server that speaks it. An object is seen whole or not at all."""
 
 import errno
+import re
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 from botocore.exceptions import BotoCoreError, ClientError
@@ -26,11 +26,21 @@ from c2kv_core.store.s3_client import (
     error_code,
     plain_errors,
 )
-from c2kv_core.store.storage import TEMPORARY, FileRange, StoredFile, aligned_buffer, coalesce, read_ranges
+from c2kv_core.store.storage import (
+    TEMPORARY,
+    WRITTEN,
+    FileRange,
+    StoredFile,
+    aligned_buffer,
+    coalesce,
+    read_ranges,
+    split_uri,
+)
 
 PART_BYTES = 16 * 2**20
 """Size of the parts in which larger objects are written, and of the ranges in which they are read."""
 
+_BUCKET = re.compile(r"[a-zA-Z0-9._-]{3,255}")
 _WRITER = "c2kv-writer"
 """Metadata of an object that ``create`` made: tells one's own lost answer from another's success."""
 
@@ -44,12 +54,12 @@ class S3Storage:
         Raises:
             InputError: no bucket, or a prefix that object storage or delta-rs would read differently.
         """
-        parts = urlsplit(uri)
+        parts = split_uri(uri)
         prefix = parts.path.strip("/")
-        if not parts.netloc or parts.query or parts.fragment or "@" in parts.netloc:
+        if not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
             raise InputError(f"expected s3://bucket/prefix as store, got {uri!r}")
-        if "%" in prefix or ".." in PurePosixPath(prefix).parts or "//" in prefix:
-            raise InputError(f"expected a store prefix without '%', '..' and '//', got {uri!r}")
+        if set(prefix) & set("%\\") or ".." in PurePosixPath(prefix).parts or "//" in prefix:
+            raise InputError(f"expected a store prefix without '%', '\\', '..' and '//', got {uri!r}")
         self._bucket, self._prefix = parts.netloc, f"{prefix}/" if prefix else ""
         self._session = S3Session()
         self._lock = threading.Lock()
@@ -122,9 +132,8 @@ class S3Storage:
         return True
 
     def list_files(self, prefix: str) -> Iterator[StoredFile]:
-        if TEMPORARY.startswith(prefix):
-            yield from self._unfinished()
         if prefix == TEMPORARY:
+            yield from self._unfinished()
             return
         root = self._key(prefix) if prefix else self._prefix
         with plain_errors(f"list {self._named(prefix)}"):
@@ -262,6 +271,8 @@ class S3Storage:
             for page in pages:
                 for upload in page.get("Uploads", ()):
                     key = upload["Key"].removeprefix(self._prefix)
+                    if not key.startswith(WRITTEN):
+                        continue  # another program's, in the same bucket
                     yield StoredFile(
                         path=f"{TEMPORARY}{upload['UploadId']}/{key}",
                         size_bytes=0,

@@ -7,9 +7,24 @@ nothing is ever appended to or changed in place.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
 
 import pyarrow as pa
 
+from c2kv_core.errors import InputError
+
+WRITTEN = (
+    "shards/",
+    "index/",
+    "documents/",
+    "fingerprints/",
+    "quarantine/",
+    "probes/",
+    "leases/",
+    "runs/",
+    "store.json",
+)
+"""What a store consists of: whatever else lies beside is not ours to touch."""
 TEMPORARY = ".tmp/"
 """Prefix of unfinished files. No reader looks there; ``gc`` empties it."""
 ALIGNMENT_BYTES = 64
@@ -68,6 +83,22 @@ def coalesce(ranges: Sequence[FileRange]) -> list[RangeGroup]:
                 continue
         groups.append(RangeGroup(whole=wanted, places=(place,)))
     return groups
+
+
+def split_uri(uri: str) -> SplitResult:
+    """The parts of a URI.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        parts = urlsplit(uri)
+        _ = parts.port
+    except ValueError as error:
+        raise InputError(f"expected a URI, got {uri!r}: {error}") from error
+    if not uri.isprintable():
+        raise InputError(f"expected a URI of printable characters, got {uri!r}")
+    return parts
 
 
 def aligned_buffer(offset: int, length: int) -> tuple[pa.Buffer, memoryview]:

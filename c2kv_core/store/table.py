@@ -29,6 +29,7 @@ from deltalake.table import TableMerger
 from c2kv_core.errors import StoreError, StoreFormatError
 from c2kv_core.store.commit_log import files_of_commit
 from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.lease import lease
 from c2kv_core.store.storage import Storage
 
 COMMIT_TIMEOUT_S = 60.0
@@ -63,6 +64,7 @@ class Table:
         self._key = key
         self._lock = threading.RLock()
         self._delta: DeltaTable | None = None
+        self._options: dict[str, str] = {}
 
     def create(self) -> None:
         """Make the table unless it is there. Of several that race, all succeed."""
@@ -131,38 +133,53 @@ class Table:
     def maintain(self, *, retention_s: float, dry_run: bool) -> list[str]:
         """Merge small files, and remove those that no version younger than the retention needs; their paths.
 
-        Retention counts in whole hours, rounded up. Where another writer is at work, merging is left for the next time.
+        Retention counts in whole hours, rounded up. Where another process does the same, nothing is done; where a
+        writer is at work, merging is left for the next time.
         """
         hours = math.ceil(retention_s / 3600)
         with self._lock, as_store_error(f"maintain the table {self.name}/"):
             delta = self._handle()
             delta.update_incremental()
-            before = delta.version()
-            if not dry_run:
-                with suppress(CommitFailedError):
-                    delta.optimize.compact(writer_properties=self._writer_properties)
-                if delta.version() != before:
-                    self._storage.make_durable(files_of_commit(self._storage, self.name, delta.version()))
-            named = self._vacuum(delta, hours, dry_run=True)
-            there = {file.path: file.modified_s for file in self._storage.list_files(f"{self.name}/")}
-            # delta-rs also names files that an earlier vacuum removed, for as long as the log remembers them.
-            removed = [path for path in named if path in there]
-            if dry_run:
+            removed, stale = self._unneeded(delta, hours)
+            scattered = any(len(paths) > 1 for paths in self.files().values())
+            if dry_run or not (removed or stale or scattered):
                 return removed
-            if removed:
-                self._vacuum(delta, hours, dry_run=False)
-            old_s = time.time() - LOG_RETENTION_S
-            stale = [p for p, s in there.items() if p.endswith(".json") and "/_delta_log/" in p and s < old_s]
-            if removed or delta.version() != before or len(stale) > 1:
-                delta.create_checkpoint()
-                delta.cleanup_metadata()
-            return removed
+            with lease(self._storage, self.name) as alone:
+                return self._tidy(delta, hours) if alone else []
+
+    def _tidy(self, delta: DeltaTable, hours: int) -> list[str]:
+        """Merge, vacuum and trim the log, as the only process that does so; paths of the files that went."""
+        delta.update_incremental()
+        before = delta.version()
+        with suppress(CommitFailedError):
+            delta.optimize.compact(writer_properties=self._writer_properties)
+        if delta.version() != before:
+            self._storage.make_durable(files_of_commit(self._storage, self.name, delta.version()))
+        removed, stale = self._unneeded(delta, hours)
+        if removed:
+            self._vacuum(delta, hours, dry_run=False)
+        if removed or stale or delta.version() != before:
+            delta.create_checkpoint()
+            delta.cleanup_metadata()
+        return removed
+
+    def _unneeded(self, delta: DeltaTable, hours: int) -> tuple[list[str], bool]:
+        """Files that no version within the retention needs, and whether the log can be trimmed."""
+        there = {file.path: file.modified_s for file in self._storage.list_files(f"{self.name}/")}
+        # delta-rs also names files that an earlier vacuum removed, for as long as the log remembers them.
+        removed = [path for path in self._vacuum(delta, hours, dry_run=True) if path in there]
+        old_s = time.time() - LOG_RETENTION_S
+        log = [
+            path for path in there if path.startswith(f"{self.name}/_delta_log/") and path.endswith(".json")
+        ]
+        return removed, len([path for path in log if there[path] < old_s]) > 1
 
     def _vacuum(self, delta: DeltaTable, hours: int, *, dry_run: bool) -> list[str]:
         paths = delta.vacuum(
             retention_hours=hours, dry_run=dry_run, enforce_retention_duration=False, full=True
         )
-        return [f"{self.name}/{unquote(path)}" for path in paths]
+        # Of a local table it gives absolute paths.
+        return [f"{self.name}/{unquote(path).rpartition(f'/{self.name}/')[2]}" for path in paths]
 
     def files(self) -> dict[int, tuple[str, ...]]:
         """The newest version's data files by bucket, as paths for ``read``."""
@@ -219,11 +236,10 @@ class Table:
         return file.read_row_group(group, columns=list(columns)).select(list(columns)).cast(schema)
 
     def _handle(self) -> DeltaTable:
-        if self._delta is None:
+        options = self._storage.table_options()
+        if self._delta is None or options != self._options:  # credentials are renewed
             try:
-                delta = DeltaTable(
-                    self._storage.table_uri(self.name), storage_options=self._storage.table_options()
-                )
+                delta = DeltaTable(self._storage.table_uri(self.name), storage_options=options)
             except TableNotFoundError as error:
                 raise StoreFormatError(
                     f"the store at {self._storage.uri} has lost its table {self.name}/: "
@@ -236,7 +252,7 @@ class Table:
                     f"expected Delta reader version 1 for {self.name}/, got {protocol.min_reader_version}: "
                     "another program has changed the table"
                 )
-            self._delta = delta
+            self._delta, self._options = delta, options
         return self._delta
 
     def _commit(

@@ -10,6 +10,7 @@ from typing import Any
 from c2kv_core.errors import InputError
 from c2kv_core.store.fetch import fetch_documents
 from c2kv_core.store.identities import Identities
+from c2kv_core.store.index import Index
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
@@ -20,8 +21,8 @@ BATCH_BYTES = 32 * 2**20
 
 _UNREAD = {"missing_shard", "unreadable_shard", "missing_identity"}
 """Reasons of records that were not read at all."""
-_TRANSIENT = "unreadable_shard"
-"""An I/O error: the record may be sound."""
+_NO_DAMAGE = {"unreadable_shard", "missing_identity"}
+"""An I/O error, or a lost file under ``fingerprints/``: the record may be sound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Problem:
     @property
     def is_damage(self) -> bool:
         """Whether the record itself is at fault, so that only making it again helps."""
-        return self.reason != _TRANSIENT
+        return self.reason not in _NO_DAMAGE
 
     def to_dict(self) -> dict[str, str]:
         """For people and machines."""
@@ -79,7 +80,13 @@ class VerifyReport:
 
 
 def verify_rows(
-    storage: Storage, identities: Identities, rows: Sequence[IndexRow], *, fraction: float, seed: int
+    storage: Storage,
+    identities: Identities,
+    index: Index,
+    rows: Sequence[IndexRow],
+    *,
+    fraction: float,
+    seed: int,
 ) -> VerifyReport:
     """Read and check the records of ``rows``, or of a random ``fraction`` (0 to 1] of them.
 
@@ -94,11 +101,28 @@ def verify_rows(
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda batch: _check(storage, identities, batch), _batches(chosen))
         problems = [problem for batch in found for problem in batch]
+    problems = _look_again(storage, identities, index, problems)
     return VerifyReport(
         documents=len(chosen),
         bytes=sum(row.length for row in chosen) - sum(p.row.length for p in problems if p.reason in _UNREAD),
         problems=tuple(sorted(problems, key=lambda problem: problem.row.key)),
     )
+
+
+def _look_again(
+    storage: Storage, identities: Identities, index: Index, problems: Sequence[Problem]
+) -> list[Problem]:
+    """The problems less those of records that ``gc`` moved or somebody removed since the index was read."""
+    kept = [problem for problem in problems if problem.reason != "missing_shard"]
+    lost: dict[str, list[IndexRow]] = defaultdict(list)
+    for problem in problems:
+        if problem.reason == "missing_shard":
+            lost[problem.row.namespace].append(problem.row)
+    for namespace, rows in lost.items():
+        keys = {row.key for row in rows}
+        now = [r for r in index.rows_of_documents(namespace, [r.doc_id for r in rows]) if r.key in keys]
+        kept += [problem for batch in _batches(now) for problem in _check(storage, identities, batch)]
+    return kept
 
 
 def _batches(rows: Sequence[IndexRow]) -> Iterator[list[IndexRow]]:
@@ -117,7 +141,7 @@ def _check(storage: Storage, identities: Identities, rows: Sequence[IndexRow]) -
     fingerprint = rows[0].fingerprint
     identity = identities.load(fingerprint)
     if identity is None:
-        detail = f"no readable identity for fingerprint {fingerprint}"
+        detail = f"no readable identity for fingerprint {fingerprint}; the next extraction under it writes it again"
         return [Problem(row=row, reason="missing_identity", detail=detail) for row in rows]
     outcomes = fetch_documents(storage, rows, identity=identity)
     return [
