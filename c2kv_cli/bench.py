@@ -1,5 +1,9 @@
 """``c2kv bench``: speed and memory as ratios to a baseline of the same run."""
 
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -7,9 +11,16 @@ from rich.console import Console
 
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, keys_of, print_json, resolve
 from c2kv_core.errors import C2KVError
+from c2kv_core.spec import CompressorSpec
+from c2kv_core.store import KVStore, open_storage
 from pipelines.bench.extract import BenchExtractConfig, bench_extract
+from pipelines.bench.load import TIMEOUT_S
 from pipelines.bench.report import BenchReport
+from pipelines.bench.serve import BenchServeConfig, Place, bench_serve
 from pipelines.bench.store import BenchStoreConfig, bench_store
+from pipelines.ray_session import ray_session
+from serve_app.config import ServeConfig
+from serve_app.launch import free_port, start
 
 app = typer.Typer(help="Speed and memory as ratios to a baseline of the same run.", no_args_is_help=True)
 
@@ -29,6 +40,43 @@ def extract(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJ
 def store(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Verified reads and writes beside plain ones of the same bytes, locally and on S3; look-ups by index size."""
     _finish(bench_store(resolve(BenchStoreConfig, config, overrides)), as_json)
+
+
+@app.command("serve", epilog=keys_of(BenchServeConfig))
+def serve(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+    """TTFT and throughput from slots in memory, on disk and on S3, beside full prefill and a cached full prefix."""
+    settings = resolve(BenchServeConfig, config, overrides)
+    with ray_session() as started_ray, tempfile.TemporaryDirectory(prefix="c2kv-bench-") as folder:
+        report = bench_serve(settings, lambda place: _server(settings, place, folder, started_ray))
+    _finish(report, as_json)
+
+
+@contextmanager
+def _server(config: BenchServeConfig, place: Place, folder: str, started_ray: bool) -> Iterator[str]:
+    """One replica over a store of its own; only for ``memory`` does it keep slots that it has used."""
+    store = f"{folder}/store" if place != "s3" else f"{config.s3}/bench-{uuid.uuid4().hex}"
+    spec = CompressorSpec(model=config.model, sidecar=config.sidecar, ratios=(config.ratio,))
+    KVStore.open(store, identity=spec.identities()[config.ratio], create=True)
+    served = ServeConfig(
+        store=store,
+        model=config.model,
+        sidecar=config.sidecar,
+        ratio=config.ratio,
+        torch_threads=config.threads,
+        memory_cache_bytes=2**30 if place == "memory" else 0,
+        prefix_cache_bytes=2**30,
+        max_running_bytes=6 * 2**30,
+        max_request_s=TIMEOUT_S,
+    )
+    running = start(served, port=free_port())
+    try:
+        yield running.url
+    finally:
+        running.stop()
+        if place == "s3":
+            storage = open_storage(store)
+            for file in list(storage.list_files("")):
+                storage.delete(file.path)
 
 
 def _finish(report: BenchReport, as_json: bool) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from pipelines.extract_config import ExtractConfig
 from pipelines.plan import corpus_documents
 from pipelines.ray_session import ray_session
 from serve_app.config import ServeConfig
-from serve_app.launch import Running, start
+from serve_app.launch import Running, free_port, start
 from serve_app.probe import probe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -74,7 +73,7 @@ def demo(
         for remark in probe(config).remarks(config):
             out.print(f"   Note: {remark}")
         out.print("2. Serving them with Ray Serve ...")
-        running = start(config, port=_free_port())
+        running = start(config, port=free_port())
         try:
             out.print(f"   {running.url}/v1/chat/completions")
             answers = _ask_all(running, config, corpus, chosen[:questions], out)
@@ -133,12 +132,3 @@ def _store_directory(given: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="c2kv-demo-") as folder:
         yield Path(folder)
-
-
-def _free_port() -> int:
-    """A port that is free now, outside the range of Ray's workers."""
-    for port in range(8000, 9000):
-        with socket.socket() as probe_socket:
-            if probe_socket.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise InputError("expected a free port from 8000 to 8999, found none")

@@ -74,7 +74,7 @@ class Answerer:
     def _draw(self, job: Job, decoder: Decoder, sampler: Sampler, token: int) -> Turns:
         text = TextStream(self._compressor.tokenizer, job.stop)
         drawn = 0
-        while token not in self._eos_token_ids:
+        while job.ignore_eos or token not in self._eos_token_ids:
             drawn += 1
             if piece := text.push(token):
                 yield Text(text=piece)
@@ -85,7 +85,7 @@ class Answerer:
             token = sampler.draw(logits_V)
         if rest := text.finish():
             yield Text(text=rest)
-        ended = token in self._eos_token_ids or text.stopped
+        ended = text.stopped or (token in self._eos_token_ids and not job.ignore_eos)
         yield Finished(reason="stop" if ended else "length", completion_tokens=drawn)
 
 

@@ -25,6 +25,8 @@ class Job:
     sampling: SamplingParams
     stop: tuple[str, ...]
     """Strings that end the answer."""
+    ignore_eos: bool = False
+    """Go on after the token that ends an answer, up to ``max_new_tokens``."""
     deadline_s: float
     """When the answer is given up, by the monotonic clock."""
 

@@ -109,6 +109,19 @@ def start(config: ServeConfig, *, host: str = "127.0.0.1", port: int = 8000) -> 
     return running
 
 
+def free_port() -> int:
+    """A port that is free now, outside the range of Ray's workers.
+
+    Raises:
+        InputError: none of the thousand that are tried.
+    """
+    for port in range(8000, 9000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise InputError("expected a free port from 8000 to 8999, found none")
+
+
 def _one_line(error: Exception) -> str:
     """The last line, which in Ray's reports of remote failures is the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

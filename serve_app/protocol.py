@@ -121,6 +121,8 @@ class ChatRequest(_Lenient):
     """Most answer tokens; the older name."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Most answer tokens; the newer name."""
+    ignore_eos: bool = False
+    """Go on after the token that ends an answer, up to the limit; for measuring (vLLM's name)."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Literal[1] | None = None

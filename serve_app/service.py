@@ -168,6 +168,7 @@ class ChatService:
                 seed=request.seed,
             ),
             stop=tuple(request.stop or ()),
+            ignore_eos=request.ignore_eos,
             deadline_s=deadline_s,
         )
         return job, FindTiming(fetch_s=fetch_s, verify_s=timing.verify_s)
