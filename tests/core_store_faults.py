@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from c2kv_core.errors import StoreError
-from c2kv_core.store import KVStore, Miss, open_storage, s3_client
+from c2kv_core.store import IndexRow, KVStore, Miss, open_storage, s3_client
 from tests.core_store_kit import assert_same, files_of, make_document, make_identity, make_text
 from tests.s3_server import BUCKET, S3Server
 
@@ -254,3 +254,29 @@ def test_many_reads_with_failures_keep_memory_and_files_flat(uri: str) -> None:
     last = read(3 * rounds)
     assert last[0] - first[0] < 16 * 2**20
     assert last[1] <= first[1] + 8
+
+
+@pytest.mark.faults
+def test_a_patient_reader_goes_on_with_what_it_knew(s3_server: S3Server, bucket: str) -> None:
+    store = open_store(bucket)
+    store.put([make_document("a")])
+    reader = KVStore.open(bucket, identity=make_identity(), index_refresh_s=0.0, patience_s=0.3)
+    known = reader.lookup(["a"], namespace="acme")["a"]
+    assert isinstance(known, IndexRow)
+    s3_server.freeze()
+    try:
+        for _ in range(3):
+            started_s = time.monotonic()
+            assert reader.lookup(["a"], namespace="acme")["a"] == known
+            assert time.monotonic() - started_s < 5
+    finally:
+        s3_server.thaw()
+    store.put([make_document("a", seed=7)])
+
+    def sees_the_new() -> bool:
+        return reader.lookup(["a"], namespace="acme")["a"] != known
+
+    deadline_s = time.monotonic() + 120
+    while not sees_the_new():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)

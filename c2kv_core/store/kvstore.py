@@ -41,7 +41,7 @@ class KVStore:
     """
 
     def __init__(
-        self, storage: Storage, manifest: Manifest, *, identity: Identity | None, index_refresh_s: float
+        self, storage: Storage, manifest: Manifest, reader: IndexReader, *, identity: Identity | None
     ) -> None:
         """Use ``KVStore.open``."""
         self._storage = storage
@@ -50,7 +50,7 @@ class KVStore:
         self._index = Index(storage, buckets=manifest.buckets)
         self._texts = Texts(storage, buckets=manifest.buckets)
         self._identities = Identities(storage)
-        self._reader = IndexReader(self._index, refresh_s=index_refresh_s)
+        self._reader = reader
         self._counters = Counters()
 
     @classmethod
@@ -62,6 +62,7 @@ class KVStore:
         create: bool = False,
         buckets: int = DEFAULT_BUCKETS,
         index_refresh_s: float = DEFAULT_REFRESH_S,
+        patience_s: float | None = None,
     ) -> Self:
         """Open the store at a directory or a prefix of a bucket.
 
@@ -71,6 +72,7 @@ class KVStore:
             create: make the store if nothing is there, and check that it can be written. Racing creators are fine.
             buckets: partitions of the index of a store made now; an existing store keeps its own.
             index_refresh_s: how old a reader's view of other processes' commits may be, in seconds.
+            patience_s: seconds after which reading goes on with an older view if storage fails; None waits and raises.
 
         Raises:
             InputError: a URI that cannot hold a store.
@@ -88,7 +90,10 @@ class KVStore:
             manifest = create_store(storage, buckets=buckets)
         if create:
             probe(storage)
-        return cls(storage, manifest, identity=identity, index_refresh_s=index_refresh_s)
+        reader = IndexReader(
+            Index(storage, buckets=manifest.buckets), refresh_s=index_refresh_s, patience_s=patience_s
+        )
+        return cls(storage, manifest, reader, identity=identity)
 
     @classmethod
     def find(cls, uri: str | os.PathLike[str], *, identity: Identity | None = None) -> Self | None:
