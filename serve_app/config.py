@@ -97,8 +97,11 @@ class ServeConfig(Config):
     """Seconds that the first of several documents put at the same time waits for others to share its commit."""
     commit_max_documents: int = Field(default=64, ge=1)
     """Most documents of a commit."""
-    fetch_threads: int = Field(default=8, ge=1)
+    fetch_threads: int = Field(default=32, ge=1)
     """Requests of a replica whose documents are read at the same time."""
+    fetch_timeout_s: float = Field(default=5.0, gt=0)
+    """Longest wait of a request for the store, in seconds, and at most half of its deadline. A document that has not
+    come by then is treated as ``on_missing`` says."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServeConfig":

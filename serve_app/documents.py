@@ -4,11 +4,11 @@ import threading
 from collections.abc import Sequence
 
 from c2kv_core.compressor import Compressor
-from c2kv_core.document import StoredDocument
-from c2kv_core.store import KVStore, Miss, ReadTiming, SourceText
+from c2kv_core.store import Miss, ReadTiming, SourceText
 from c2kv_core.text import content_hash
 from serve_app.caller import Caller
-from serve_app.errors import ApiError, Fault
+from serve_app.errors import STORE_RETRY_AFTER_S, ApiError, Fault
+from serve_app.fetching import STORE_FAILURES, DocumentFetcher
 from serve_app.fitting import Fitting
 from serve_app.plan import Extraction, LeftOut, OrdinaryText, PlannedDocument, Slots
 from serve_app.protocol import DocumentRef, OnMissing
@@ -25,7 +25,7 @@ class DocumentResolver:
         self,
         *,
         compressor: Compressor,
-        store: KVStore,
+        fetcher: DocumentFetcher,
         memory: SlotMemory,
         tokenizer_lock: threading.Lock,
         fitting: Fitting,
@@ -34,13 +34,13 @@ class DocumentResolver:
 
         Args:
             compressor: renders and cuts text.
-            store: opened under the served identity.
-            memory: the tier before the store.
+            fetcher: reads what is stored.
+            memory: slots of texts given in full.
             tokenizer_lock: held while encoding.
             fitting: refuses text that no context can hold.
         """
         self._compressor = compressor
-        self._store = store
+        self._fetcher = fetcher
         self._memory = memory
         self._tokenizer_lock = tokenizer_lock
         self._fitting = fitting
@@ -51,24 +51,30 @@ class DocumentResolver:
         on_missing: OnMissing,
         *,
         caller: Caller,
+        until_s: float,
         timing: ReadTiming | None = None,
     ) -> list[PlannedDocument]:
         """A plan for each document, in the order given; ``timing`` adds up verification.
 
-        An id is looked for in the caller's own namespace, then in those that are shared with it.
+        An id is looked for in the caller's own namespace, then in those that are shared with it. What the store has not
+        delivered at ``until_s`` (monotonic clock) is missing.
 
         Raises:
-            ApiError: 404 naming a document that cannot be had.
+            ApiError: naming a document that cannot be had: 404, or 503 where the store is at fault.
             ContextLengthError: a text far beyond the model's positions.
-            StoreError: the store's tables cannot be read.
         """
         wanted = [d.id for d in documents if d.id is not None]
         stored: dict[str, Slots | Miss] = {}
         texts: dict[str, SourceText] = {}
         for namespace in caller.readable:
-            found_here = self._stored_slots(wanted, namespace, timing)
+            found_here = self._fetcher.slots(wanted, namespace, until_s=until_s, timing=timing)
             missing = [doc_id for doc_id, found in found_here.items() if isinstance(found, Miss)]
-            texts = self._missing_texts(missing, namespace, on_missing) | texts
+            kept = self._texts(missing, namespace, on_missing, until_s)
+            if isinstance(kept, Miss):
+                # Without its text a document is as good as lost for now, and not unknown.
+                found_here |= dict.fromkeys(missing, kept)
+            else:
+                texts = kept | texts
             # The first namespace that has a document says what is wrong with it.
             stored = found_here | {i: f for i, f in stored.items() if not _is_unknown(f)}
             wanted = [doc_id for doc_id in wanted if _is_unknown(stored[doc_id])]
@@ -84,37 +90,12 @@ class DocumentResolver:
                 plans.append(PlannedDocument(index=index, doc_id=document.id, work=found))
         return plans
 
-    def _stored_slots(
-        self, ids: Sequence[str], namespace: str, timing: ReadTiming | None
-    ) -> dict[str, Slots | Miss]:
-        if not ids:
-            return {}
-        rows = self._store.lookup(ids, namespace=namespace)
-        found: dict[str, Slots | Miss] = {}
-        for doc_id, row in rows.items():
-            held = row if isinstance(row, Miss) else self._in_memory(namespace, row.content_hash)
-            if held is not None:
-                found[doc_id] = held
-        to_read = [doc_id for doc_id in rows if doc_id not in found]
-        read = self._store.get(to_read, namespace=namespace, timing=timing)
-        for doc_id, document in read.items():
-            found[doc_id] = self._kept(document) if isinstance(document, StoredDocument) else document
-        return found
-
-    def _in_memory(self, namespace: str, key: str) -> Slots | None:
-        parts = self._memory.get(namespace, key)
-        return None if parts is None else Slots(parts=parts, tier="memory")
-
-    def _kept(self, document: StoredDocument) -> Slots:
-        parts = self._memory.keep(document.namespace, document.content_hash, document.parts)
-        return Slots(parts=parts, tier="store")
-
-    def _missing_texts(
-        self, ids: Sequence[str], namespace: str, on_missing: OnMissing
-    ) -> dict[str, SourceText]:
+    def _texts(
+        self, ids: Sequence[str], namespace: str, on_missing: OnMissing, until_s: float
+    ) -> dict[str, SourceText] | Miss:
         if not ids or on_missing not in ("extract", "text"):
             return {}
-        return self._store.text(ids, namespace=namespace)
+        return self._fetcher.texts(ids, namespace, until_s=until_s)
 
     def _fallback(
         self, index: int, doc_id: str, miss: Miss, source: SourceText | None, on_missing: OnMissing
@@ -143,9 +124,9 @@ class DocumentResolver:
 
     def _extraction(self, title: str, text: str, namespace: str) -> Slots | Extraction:
         key = content_hash(title, text)
-        held = self._in_memory(namespace, key)
+        held = self._memory.get(namespace, key)
         if held is not None:
-            return held
+            return Slots(parts=held, tier="memory")
         self._fitting.check(title)
         self._fitting.check(text)
         with self._tokenizer_lock:
@@ -164,6 +145,16 @@ def _is_unknown(found: Slots | Miss) -> bool:
 
 
 def _not_found(index: int, doc_id: str, miss: Miss, on_missing: OnMissing) -> ApiError:
+    if miss.reason in STORE_FAILURES:
+        return ApiError(
+            Fault(
+                status=503,
+                code="store_unavailable",
+                message=f"document {doc_id!r} cannot be had now ({miss.reason}): {miss.detail}",
+                param=f"documents.{index}.id",
+                retry_after_s=STORE_RETRY_AFTER_S,
+            )
+        )
     if miss.reason == "not_found":
         message = f"no document {doc_id!r}"
     elif on_missing == "error":

@@ -22,6 +22,7 @@ from c2kv_core.errors import (
     InputError,
     RatioError,
     StoreError,
+    StoreFormatError,
     TemplateError,
 )
 
@@ -117,14 +118,20 @@ def fault_of(error: C2KVError) -> Fault:
             return Fault(status=400, code="ratio_not_served", message=str(error), param="c2kv.ratio")
         case TemplateError():
             return Fault(status=400, code="invalid_request", message=str(error), param="messages")
+        case StoreFormatError():  # it was one when the server started
+            return _store_fault(error)
         case InputError():
             return Fault(status=400, code="invalid_request", message=str(error))
         case StoreError():
-            return Fault(
-                status=503,
-                code="store_unavailable",
-                message=str(error),
-                param="documents",
-                retry_after_s=STORE_RETRY_AFTER_S,
-            )
+            return _store_fault(error)
     return INTERNAL
+
+
+def _store_fault(error: C2KVError) -> Fault:
+    return Fault(
+        status=503,
+        code="store_unavailable",
+        message=str(error),
+        param="documents",
+        retry_after_s=STORE_RETRY_AFTER_S,
+    )

@@ -6,6 +6,9 @@ from c2kv_core.identity import Identity
 from c2kv_core.store import KVStore
 from serve_app.config import ServeConfig
 
+_PATIENCE_S = 0.5
+"""Longest wait for news of the index, in seconds, once it has been read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
@@ -60,6 +63,8 @@ def open_store(config: ServeConfig, identity: Identity) -> KVStore:
         IdentityError: names the differing fields.
         StoreError: it cannot be read.
     """
-    store = KVStore.open(config.store, identity=identity, index_refresh_s=config.index_refresh_s)
+    store = KVStore.open(
+        config.store, identity=identity, index_refresh_s=config.index_refresh_s, patience_s=_PATIENCE_S
+    )
     store.require_identity(config.namespace)
     return store

@@ -21,6 +21,7 @@ from serve_app.documents import DocumentResolver
 from serve_app.engine import Engine, answer_events
 from serve_app.errors import ApiError, bad_request, deadline_exceeded, fault_of
 from serve_app.events import ReplicaEvent, error_event
+from serve_app.fetching import DocumentFetcher
 from serve_app.fitting import Fitting
 from serve_app.jobs import Job
 from serve_app.plan import PlannedDocument
@@ -29,6 +30,9 @@ from serve_app.slot_memory import SlotMemory
 from serve_app.telling import FindTiming, Teller
 
 T = TypeVar("T")
+
+_FETCH_SHARE = 0.5
+"""Of the time left, at most, goes into waiting for the store."""
 
 
 class ChatService:
@@ -53,9 +57,10 @@ class ChatService:
             positions=hf_adapter.max_positions(compressor.model),
             tokenizer_lock=self._tokenizer_lock,
         )
+        self._fetcher = DocumentFetcher(store=store, memory=memory, threads=config.fetch_threads)
         self._resolver = DocumentResolver(
             compressor=compressor,
-            store=store,
+            fetcher=self._fetcher,
             memory=memory,
             tokenizer_lock=self._tokenizer_lock,
             fitting=self._fitting,
@@ -104,6 +109,7 @@ class ChatService:
     def close(self) -> None:
         """Stop the writer, the engine and the readers."""
         self.documents.close()
+        self._fetcher.close()
         self._engine.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
@@ -149,7 +155,11 @@ class ChatService:
         started_s = time.monotonic()
         timing = ReadTiming()
         documents = self._resolver.resolve(
-            request.documents, request.c2kv.on_missing, caller=caller, timing=timing
+            request.documents,
+            request.c2kv.on_missing,
+            caller=caller,
+            until_s=started_s + min(self._config.fetch_timeout_s, _FETCH_SHARE * (deadline_s - started_s)),
+            timing=timing,
         )
         fetch_s = time.monotonic() - started_s - timing.verify_s
         renderer = self._compressor.renderer
