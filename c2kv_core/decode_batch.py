@@ -22,8 +22,8 @@ from c2kv_core.generate import Decoder
 def step_together(model: PreTrainedModel, decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
     """Logits (B, V) of the token after ``tokens[i]`` in answer i.
 
-    Equals ``decoders[i].step(tokens[i])`` up to the rounding of matrix products of another shape. On an error
-    every answer stays as it was before.
+    Equals ``decoders[i].step(tokens[i])`` up to the rounding of matrix products of another shape. After an error
+    every answer can go on as from before.
 
     Args:
         model: the base that all decoders answer with.
@@ -35,14 +35,11 @@ def step_together(model: PreTrainedModel, decoders: Sequence[Decoder], tokens: S
     positions_1B = torch.tensor([[decoder.position for decoder in decoders]], device=device)
     hidden_1BD = hf_adapter.embed(model, ids_1B)
     angles = hf_adapter.rotation(model, positions_1B)
-    try:
-        for index, layer in enumerate(hf_adapter.decoder_layers(model)):
-            hidden_1BD = _layer(layer, index, hidden_1BD, angles, decoders)
-        logits_BV = hf_adapter.logits(model, hf_adapter.final_norm(model, hidden_1BD)[0])
-    except BaseException:
-        for decoder in decoders:
-            decoder.rewind()
-        raise
+    for decoder in decoders:
+        decoder.rewind()
+    for index, layer in enumerate(hf_adapter.decoder_layers(model)):
+        hidden_1BD = _layer(layer, index, hidden_1BD, angles, decoders)
+    logits_BV = hf_adapter.logits(model, hf_adapter.final_norm(model, hidden_1BD)[0])
     for decoder in decoders:
         decoder.advance(1)
     return logits_BV

@@ -74,10 +74,11 @@ class Decoder:
         self._entries += tokens
 
     def rewind(self) -> None:
-        """Drop from ``cache`` what has not been counted by ``advance``."""
+        """Drop from ``cache`` what a step that failed has left there, uncounted by ``advance``."""
         self.cache.keep(self._entries)
 
     def _feed(self, ids: Sequence[int]) -> Tensor:
+        self.rewind()
         ids_BT = torch.as_tensor(ids, dtype=torch.int64, device=self._model.device)[None]
         hidden_BTD = token_states(self._model, ids_BT, self.cache, start=self.position, past=self._entries)
         self.advance(len(ids))

@@ -8,7 +8,7 @@ from c2kv_core.store import Miss, ReadTiming, SourceText
 from c2kv_core.text import content_hash
 from serve_app.caller import Caller
 from serve_app.errors import STORE_RETRY_AFTER_S, ApiError, Fault
-from serve_app.fetching import STORE_FAILURES, DocumentFetcher
+from serve_app.fetching import LATE, STORE_FAILURES, DocumentFetcher
 from serve_app.fitting import Fitting
 from serve_app.plan import Extraction, LeftOut, OrdinaryText, PlannedDocument, Slots
 from serve_app.protocol import DocumentRef, OnMissing
@@ -16,6 +16,10 @@ from serve_app.slot_memory import SlotMemory
 
 EMPTY_DOCUMENT = "empty_document"
 """Reason of a document given in full without any text: there is nothing to see, so it takes no place."""
+
+
+class LateError(ApiError):
+    """A document did not come in the time there was for it."""
 
 
 class DocumentResolver:
@@ -146,15 +150,14 @@ def _is_unknown(found: Slots | Miss) -> bool:
 
 def _not_found(index: int, doc_id: str, miss: Miss, on_missing: OnMissing) -> ApiError:
     if miss.reason in STORE_FAILURES:
-        return ApiError(
-            Fault(
-                status=503,
-                code="store_unavailable",
-                message=f"document {doc_id!r} cannot be had now ({miss.reason}): {miss.detail}",
-                param=f"documents.{index}.id",
-                retry_after_s=STORE_RETRY_AFTER_S,
-            )
+        fault = Fault(
+            status=503,
+            code="store_unavailable",
+            message=f"document {doc_id!r} cannot be had now ({miss.reason}): {miss.detail}",
+            param=f"documents.{index}.id",
+            retry_after_s=STORE_RETRY_AFTER_S,
         )
+        return LateError(fault) if miss.reason == LATE else ApiError(fault)
     if miss.reason == "not_found":
         message = f"no document {doc_id!r}"
     elif on_missing == "error":

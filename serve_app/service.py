@@ -17,7 +17,7 @@ from serve_app.caller import Caller
 from serve_app.config import ServeConfig
 from serve_app.conversation import lay_out
 from serve_app.document_service import DocumentService
-from serve_app.documents import DocumentResolver
+from serve_app.documents import DocumentResolver, LateError
 from serve_app.engine import Engine, answer_events
 from serve_app.errors import ApiError, bad_request, deadline_exceeded, fault_of
 from serve_app.events import ReplicaEvent, error_event
@@ -154,13 +154,19 @@ class ChatService:
             self._fitting.check(message.content)
         started_s = time.monotonic()
         timing = ReadTiming()
-        documents = self._resolver.resolve(
-            request.documents,
-            request.c2kv.on_missing,
-            caller=caller,
-            until_s=started_s + min(self._config.fetch_timeout_s, _FETCH_SHARE * (deadline_s - started_s)),
-            timing=timing,
-        )
+        allowed_s = min(self._config.fetch_timeout_s, _FETCH_SHARE * (deadline_s - started_s))
+        try:
+            documents = self._resolver.resolve(
+                request.documents,
+                request.c2kv.on_missing,
+                caller=caller,
+                until_s=started_s + allowed_s,
+                timing=timing,
+            )
+        except LateError as error:
+            if allowed_s < self._config.fetch_timeout_s:  # the client's haste, not the store
+                raise deadline_exceeded("documents were read") from error
+            raise
         fetch_s = time.monotonic() - started_s - timing.verify_s
         renderer = self._compressor.renderer
         with self._tokenizer_lock:

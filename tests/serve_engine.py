@@ -1,122 +1,19 @@
-"""The engine: turns, places, cancelling, deadlines, faults.
+"""The engine: places, memory, batches, cancelling, deadlines."""
 
-Where a real model adds nothing, turns are plain generators.
-"""
-
-import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 from torch import Tensor
 
 from c2kv_core.errors import ContextLengthError
-from c2kv_core.sampling import SamplingParams
 from serve_app.batch_engine import BatchEngine
-from serve_app.engine import answer_events
 from serve_app.errors import ApiError
-from serve_app.jobs import LAST, Event, Failed, Finished, Job, Started, Step, Text, Turns
-from serve_app.loading import load_service
-from serve_app.places import Limits
-from serve_app.protocol import ChatRequest
-from tests.serve_support import World, ask, ask_body, collect, first_events, wait_until
+from serve_app.jobs import Failed, Job, Step, Text, Turns
+from tests.serve_engine_kit import DONE, Gate, Inbox, echo, job
+from tests.serve_support import wait_until
 
-pytest_plugins = ["tests.serve_support"]
-
-DONE = Finished(reason="stop", completion_tokens=1)
-
-
-def echo(steps: Sequence[Step]) -> Tensor:
-    """Logits that say which token was sent."""
-    return torch.tensor([[float(step.token)] for step in steps])
-
-
-def job(name: str = "", *, allowed_s: float = 600.0, size: int = 1) -> Job:
-    """A job whose only content is a name, carried in its stop strings, and a size."""
-    return Job(
-        prefix_ids=(),
-        documents=(),
-        question_ids=(1,),
-        max_new_tokens=size,
-        sampling=SamplingParams(),
-        stop=(name,),
-        deadline_s=time.monotonic() + allowed_s,
-    )
-
-
-class Inbox:
-    """Gathers one job's events."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.ended = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, LAST):
-            self.ended.set()
-
-    def wait(self) -> list[Event]:
-        assert self.ended.wait(60), "no end came"
-        return self.events
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., BatchEngine]]:
-    engines: list[BatchEngine] = []
-
-    def make(
-        turns: Callable[[Job], Turns],
-        step: Callable[[Sequence[Step]], Tensor] = echo,
-        **changes: float,
-    ) -> BatchEngine:
-        settings = {"max_running": 2, "max_waiting": 2, "stall_timeout_s": 60.0, **changes}
-        limits = Limits(
-            max_running=int(settings["max_running"]),
-            max_running_bytes=int(settings.get("max_running_bytes", 100)),
-            max_waiting=int(settings["max_waiting"]),
-        )
-        engines.append(
-            BatchEngine(
-                turns,
-                step,
-                lambda job: job.max_new_tokens,
-                limits=limits,
-                stall_timeout_s=settings["stall_timeout_s"],
-                retry_after_s=3,
-            )
-        )
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-class Gate:
-    """Turns that go on until the gate opens, then finish; knows who runs and who was freed."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.turns_taken: list[str] = []
-        self.freed: list[str] = []
-
-    def turns(self, job: Job) -> Turns:
-        (name,) = job.stop
-        return self._turns(name)
-
-    def _turns(self, name: str) -> Turns:
-        try:
-            while not self.opened.is_set():
-                self.turns_taken.append(name)
-                time.sleep(0.001)
-                yield None
-            yield DONE
-        finally:
-            self.freed.append(name)
+pytest_plugins = ["tests.serve_support", "tests.serve_engine_kit"]
 
 
 def test_requests_that_are_being_prepared_take_turns(start: Callable[..., BatchEngine]) -> None:
@@ -343,97 +240,3 @@ def test_stuck_turn_is_a_fault(start: Callable[..., BatchEngine]) -> None:
     release.set()
     inbox.wait()
     wait_until(lambda: engine.fault() is None, what="recovery")
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_dead_worker_is_a_fault_and_fails_what_it_had(start: Callable[..., BatchEngine]) -> None:
-    class Unforeseen(Exception):
-        pass
-
-    def turns(job: Job) -> Turns:
-        yield None
-        raise Unforeseen
-
-    engine = start(turns)
-    inbox = Inbox()
-    engine.submit(job(), inbox)
-    (failed,) = inbox.wait()
-    assert isinstance(failed, Failed)
-    assert (failed.fault.status, failed.fault.code) == (503, "replica_unavailable")
-    wait_until(lambda: engine.fault() is not None, what="the fault")
-    with pytest.raises(ApiError, match="stopping"):
-        engine.submit(job(), Inbox())
-
-
-def test_closing_fails_what_is_left(start: Callable[..., BatchEngine]) -> None:
-    gate = Gate()
-    engine = start(gate.turns, max_running=1)
-    inboxes = [Inbox(), Inbox()]
-    for inbox in inboxes:
-        engine.submit(job(), inbox)
-    engine.close()
-    assert all(isinstance(inbox.wait()[-1], Failed) for inbox in inboxes)
-
-
-def test_leaving_the_events_cancels(start: Callable[..., BatchEngine]) -> None:
-    def endless(job: Job) -> Turns:
-        yield Started(documents=(), queue_s=0, extract_s=0, compose_s=0)
-        while True:
-            yield Text(text="x")
-            yield Step(decoder=None, token=1)  # type: ignore[arg-type]
-
-    engine = start(endless)
-
-    async def leave() -> None:
-        async with aclosing(answer_events(engine, job())) as events:
-            async for event in events:
-                if isinstance(event, Text):
-                    break
-
-    asyncio.run(leave())
-    wait_until(lambda: engine.stats().running == 0, what="the place to be free")
-    assert engine.stats().cancelled == 1
-
-
-def test_event_loop_answers_while_the_model_works(start: Callable[..., BatchEngine]) -> None:
-    release = threading.Event()
-
-    def slow(job: Job) -> Turns:
-        release.wait()
-        yield DONE
-
-    engine = start(slow)
-
-    async def both() -> list[Event]:
-        answer: asyncio.Task[Event] = asyncio.create_task(anext(aiter(answer_events(engine, job()))))  # type: ignore[arg-type]
-        for _ in range(100):  # the loop goes round although a turn takes for ever
-            await asyncio.sleep(0)
-        assert not answer.done()
-        release.set()
-        return [await answer]
-
-    assert asyncio.run(both()) == [DONE]
-
-
-def test_client_that_leaves_frees_a_real_answer(world: World) -> None:
-    service, engine = load_service(world.config(max_new_tokens_limit=4000))
-
-    async def leave() -> None:
-        request = ChatRequest.model_validate(ask_body(["oak"], max_tokens=3900))
-        async with aclosing(service.answer(request)) as events:
-            assert (await first_events(events, 1))[0]["event"] == "start"
-
-    asyncio.run(leave())
-    wait_until(lambda: engine.stats().running == 0, what="the place to be free")
-    stats = engine.stats()
-    assert (stats.cancelled, stats.finished) == (1, 0)
-    assert ask(service, ["oak"]).text
-    service.close()
-
-
-def test_deadline_of_a_request_is_kept(world: World) -> None:
-    service, engine = load_service(world.config(max_new_tokens_limit=4000))
-    fault = asyncio.run(collect(service, ask_body(["oak"], max_tokens=3900, c2kv={"deadline_ms": 40}))).fault
-    assert (fault["status"], fault["code"]) == (504, "deadline_exceeded")
-    wait_until(lambda: engine.stats().running == 0, what="the place to be free")
-    service.close()
