@@ -73,6 +73,7 @@ class BatchEngine:
         limits: Limits,
         stall_timeout_s: float,
         retry_after_s: int,
+        on_batch: Callable[[int], None] | None = None,
     ) -> None:
         """Start the worker thread.
 
@@ -83,6 +84,7 @@ class BatchEngine:
             limits: who may run and wait.
             stall_timeout_s: seconds after which one unfinished piece of work counts as a fault.
             retry_after_s: seconds that refused clients are told to wait.
+            on_batch: is told how many answers each decode step served, on the worker thread.
         """
         self._turns = turns
         self._step = step
@@ -90,6 +92,7 @@ class BatchEngine:
         self._limits = limits
         self._stall_timeout_s = stall_timeout_s
         self._retry_after_s = retry_after_s
+        self._on_batch = on_batch or (lambda answers: None)
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -227,6 +230,7 @@ class BatchEngine:
             return
         finally:
             self._busy_since_s = None
+        self._on_batch(len(steps))
         for request, logits_V in zip(requests, logits_BV, strict=True):
             self._go_on(request, logits_V)
 

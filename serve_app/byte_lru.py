@@ -17,6 +17,8 @@ class ByteLru(Generic[K, V]):
         self._lock = threading.Lock()
         self._held: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._bytes = 0
+        self.evictions = 0
+        """Values dropped for lack of room."""
 
     def get(self, key: K) -> V | None:
         """The value, now the most recently used; None when it is not held."""
@@ -38,6 +40,7 @@ class ByteLru(Generic[K, V]):
             self._bytes += size_bytes
             while self._bytes > self._max_bytes:
                 self._bytes -= self._held.popitem(last=False)[1][1]
+                self.evictions += 1
         return True
 
     def has_room_for(self, size_bytes: int) -> bool:

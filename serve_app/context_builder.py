@@ -44,7 +44,7 @@ class ContextBuilder:
         shape = hf_adapter.geometry(self._model.config)
         self.token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * self._model.dtype.itemsize
         """Bytes of keys and values of one ordinary token."""
-        self._prefixes: ByteLru[tuple[int, ...], ComposedContext] = ByteLru(prefix_cache_bytes)
+        self.prefixes: ByteLru[tuple[int, ...], ComposedContext] = ByteLru(prefix_cache_bytes)
 
     def build(self, prefix_ids: tuple[int, ...], documents: Sequence[PlannedDocument]) -> Steps:
         """Prefix first, then each document behind the ones before it."""
@@ -72,10 +72,10 @@ class ContextBuilder:
         return built
 
     def _prefix(self, ids: tuple[int, ...]) -> ComposedContext:
-        context = self._prefixes.get(ids)
+        context = self.prefixes.get(ids)
         if context is None:
             context = prefill(self._model, ids)
-            self._prefixes.put(ids, context, size_bytes=context.cache.nbytes)
+            self.prefixes.put(ids, context, size_bytes=context.cache.nbytes)
         return context
 
     def _slots(

@@ -10,6 +10,7 @@ from serve_app.batch_engine import BatchEngine
 from serve_app.config import ServeConfig
 from serve_app.context_builder import ContextBuilder
 from serve_app.engine import Engine
+from serve_app.metrics import Recorder
 from serve_app.places import Limits
 from serve_app.probe import open_store, probe
 from serve_app.service import ChatService
@@ -18,7 +19,7 @@ from serve_app.slot_memory import SlotMemory
 logger = logging.getLogger(__name__)
 
 
-def load_service(config: ServeConfig) -> tuple[ChatService, Engine]:
+def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple[ChatService, Engine]:
     """Load weights, open the store, start the engine.
 
     Raises:
@@ -50,6 +51,7 @@ def load_service(config: ServeConfig) -> tuple[ChatService, Engine]:
         ),
         stall_timeout_s=config.stall_timeout_s,
         retry_after_s=config.retry_after_s,
+        on_batch=None if recorder is None else recorder.batch,
     )
     service = ChatService(
         config=config,
@@ -58,4 +60,11 @@ def load_service(config: ServeConfig) -> tuple[ChatService, Engine]:
         memory=memory,
         engine=engine,
     )
+    if recorder is not None:
+        service.record = lambda: recorder.state(
+            engine.stats(),
+            memory_bytes={"slots": memory.used_bytes, "prefixes": contexts.prefixes.used_bytes},
+            evictions={"slots": memory.evictions, "prefixes": contexts.prefixes.evictions},
+            misses=service.integrity_failures(),
+        )
     return service, engine

@@ -11,6 +11,7 @@ from serve_app.config import ServeConfig
 from serve_app.errors import ApiError, fault_of
 from serve_app.events import DoneEvent, ReplicaEvent, Reply, error_event
 from serve_app.loading import load_service
+from serve_app.metrics import RaySink, Recorder
 from serve_app.protocol import ChatRequest, DocumentBody
 
 
@@ -18,13 +19,22 @@ class Generator:
     """Makes answers. Serve routes to it only after ``__init__``, that is, with weights loaded and the store probed."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self._service, self._engine = load_service(config)
+        self._recorder = Recorder(RaySink())
+        self._service, self._engine = load_service(config, self._recorder)
 
     async def generate(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """The events of one request (see ``events``). Cancelling the call frees what it holds."""
-        async with aclosing(self._service.answer(request, caller)) as events:
-            async for event in events:
-                yield event
+        ended = False
+        try:
+            async with aclosing(self._service.answer(request, caller)) as events:
+                async for event in events:
+                    ended = event["event"] in ("end", "error")
+                    self._recorder.event(event)
+                    yield event
+        finally:
+            if not ended:
+                self._recorder.left()
+            self._service.record()
 
     async def put_document(self, caller: Caller, doc_id: str, body: DocumentBody) -> Reply:
         """See ``DocumentService.put``."""
@@ -43,11 +53,12 @@ class Generator:
         return dataclasses.asdict(self._engine.stats())
 
     def check_health(self) -> None:
-        """Called by Serve every few seconds, off the model's thread.
+        """Called by Serve every few seconds, off the model's thread; metrics of what is held go out with it.
 
         Raises:
             RuntimeError: the worker is dead or stuck; Serve replaces the replica.
         """
+        self._service.record()
         fault = self._engine.fault()
         if fault is not None:
             raise RuntimeError(f"the engine makes no progress: {fault}")

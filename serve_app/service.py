@@ -48,6 +48,9 @@ class ChatService:
         engine: Engine,
     ) -> None:
         self._config = config
+        self._store = store
+        self.record: Callable[[], None] = lambda: None
+        """Records what the replica holds now."""
         self._compressor = compressor
         self._engine = engine
         self._tokenizer_lock = threading.Lock()
@@ -105,6 +108,16 @@ class ChatService:
             yield error_event(error.fault)
         except C2KVError as error:
             yield error_event(fault_of(error))
+
+    def integrity_failures(self) -> dict[str, int]:
+        """Records that failed a check since the start, by reason."""
+        counts = self._store.counters
+        absent = {"not_found", "other_identity"}
+        return {
+            name.removeprefix("miss_"): count
+            for name, count in counts.items()
+            if name.startswith("miss_") and name.removeprefix("miss_") not in absent
+        }
 
     def close(self) -> None:
         """Stop the writer, the engine and the readers."""

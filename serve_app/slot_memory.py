@@ -34,6 +34,11 @@ class SlotMemory:
         return own
 
     @property
+    def evictions(self) -> int:
+        """Documents dropped for lack of room."""
+        return self._lru.evictions
+
+    @property
     def used_bytes(self) -> int:
         """Bytes held."""
         return self._lru.used_bytes
