@@ -115,6 +115,8 @@ def test_serve_config_meets_rays_schema(name: str) -> None:
 
 def test_both_serve_configs_start_the_same_application() -> None:
     first, second = (c["applications"] for c in serve_configs().values())
+    # Only on Kubernetes is there a Secret to read keys from.
+    assert {app["args"].pop("keys_file") for app in (*first, *second)} == {None, "/keys/keys.yaml"}
     assert first == second
 
 
