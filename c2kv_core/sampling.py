@@ -26,6 +26,25 @@ class SamplingParams:
             raise InputError(f"expected top_p above 0 and at most 1, got {self.top_p}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """How likely a drawn token was, before temperature and nucleus."""
+
+    token: int
+    logprob: float
+    """Natural logarithm."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their logprobs, the likeliest first."""
+
+
+def logprob_of(logits_V: Tensor, token: int, *, top: int) -> TokenLogprob:
+    """Of a token drawn from (vocabulary,) logits, with the ``top`` likeliest beside it."""
+    logprobs_V = torch.log_softmax(logits_V.double(), dim=-1)
+    values, ids = torch.topk(logprobs_V, min(top, len(logprobs_V)))
+    likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token=token, logprob=float(logprobs_V[token]), top=likeliest)
+
+
 class Sampler:
     """Draws tokens for one request; its random state is nobody else's."""
 

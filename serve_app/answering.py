@@ -9,7 +9,7 @@ from c2kv_core import hf_adapter
 from c2kv_core.compressor import Compressor
 from c2kv_core.decode_batch import step_together
 from c2kv_core.generate import Decoder
-from c2kv_core.sampling import Sampler
+from c2kv_core.sampling import Sampler, TokenLogprob, logprob_of
 from c2kv_core.slots import slot_count
 from c2kv_core.text import TextStream
 from serve_app.context_builder import BuiltContext, ContextBuilder
@@ -59,10 +59,8 @@ class Answerer:
         built.context = None
         while (logits_V := decoder.prefill_chunk()) is None:
             yield None
-        sampler = Sampler(job.sampling)
-        token = sampler.draw(logits_V)
         yield _started(built, queue_s)
-        yield from self._draw(job, decoder, sampler, token)
+        yield from self._draw(job, decoder, Sampler(job.sampling), logits_V)
 
     def _compress(self, job: Compression) -> Turns:
         parts = []
@@ -71,20 +69,27 @@ class Answerer:
             yield None
         yield Compressed(parts=tuple(parts))
 
-    def _draw(self, job: Job, decoder: Decoder, sampler: Sampler, token: int) -> Turns:
+    def _draw(self, job: Job, decoder: Decoder, sampler: Sampler, logits_V: Tensor) -> Turns:
         text = TextStream(self._compressor.tokenizer, job.stop)
+        held: list[TokenLogprob] = []
+        """Of tokens whose text has not been shown yet."""
         drawn = 0
+        token = sampler.draw(logits_V)
         while job.ignore_eos or token not in self._eos_token_ids:
             drawn += 1
+            if job.top_logprobs is not None:
+                held.append(logprob_of(logits_V, token, top=job.top_logprobs))
             if piece := text.push(token):
-                yield Text(text=piece)
+                yield Text(text=piece, logprobs=tuple(held))
+                held.clear()
             if text.stopped or drawn == job.max_new_tokens:
                 break
-            logits_V = yield Step(decoder=decoder, token=token)
-            assert logits_V is not None, "engines answer a step with logits"
+            stepped = yield Step(decoder=decoder, token=token)
+            assert stepped is not None, "engines answer a step with logits"
+            logits_V = stepped
             token = sampler.draw(logits_V)
-        if rest := text.finish():
-            yield Text(text=rest)
+        if (rest := text.finish()) or (held and not text.stopped):
+            yield Text(text=rest, logprobs=tuple(held))
         ended = text.stopped or (token in self._eos_token_ids and not job.ignore_eos)
         yield Finished(reason="stop" if ended else "length", completion_tokens=drawn)
 

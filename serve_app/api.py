@@ -65,7 +65,9 @@ def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, doo
         grant = door.admit(request, "query")
         chat = parse_request(await read_body(request, config.max_request_bytes))
         _check_model(chat, config)
-        form = CompletionForm(model=config.model_id, wants_usage_chunk=chat.wants_usage_chunk)
+        form = CompletionForm(
+            model=config.model_id, wants_usage_chunk=chat.wants_usage_chunk, wants_logprobs=chat.logprobs
+        )
         events = client.events(chat, grant.caller)
         used = lambda tokens: door.quotas.used(grant, tokens)  # noqa: E731 (one call for both forms)
         return await (streamed if chat.stream else whole)(form, events, used)

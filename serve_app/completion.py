@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.answers import C2KVBlock, Usage
 from serve_app.errors import Fault
-from serve_app.events import EndEvent
+from serve_app.events import EndEvent, TokenLogprobs
 
 STREAM_END = b"data: [DONE]\n\n"
 """What ends every stream that did not fail."""
@@ -21,16 +21,17 @@ class CompletionForm:
     model: str
     wants_usage_chunk: bool = False
     """Whether a stream ends with a chunk of usage (``stream_options.include_usage``)."""
+    wants_logprobs: bool = False
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
 
-    def whole(self, text: str, end: EndEvent) -> dict[str, Any]:
+    def whole(self, text: str, logprobs: list[TokenLogprobs], end: EndEvent) -> dict[str, Any]:
         """The answer as one ``chat.completion``."""
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": None,
+            "logprobs": self._logprobs(logprobs),
             "finish_reason": end["finish_reason"],
         }
         return {
@@ -44,9 +45,9 @@ class CompletionForm:
         """The chunk that opens a stream."""
         return self._chunk({"role": "assistant", "content": ""})
 
-    def text_chunk(self, text: str) -> bytes:
+    def text_chunk(self, text: str, logprobs: list[TokenLogprobs]) -> bytes:
         """A chunk with more of the answer."""
-        return self._chunk({"content": text})
+        return self._chunk({"content": text}, logprobs=logprobs)
 
     def last_chunks(self, end: EndEvent) -> list[bytes]:
         """The finish reason, then usage if asked for; the ``c2kv`` block rides the last of them."""
@@ -56,15 +57,24 @@ class CompletionForm:
         return [self._chunk({}, finish_reason=reason), self._usage_chunk(end["usage"], c2kv)]
 
     def _chunk(
-        self, delta: dict[str, str], *, finish_reason: str | None = None, c2kv: C2KVBlock | None = None
+        self,
+        delta: dict[str, str],
+        *,
+        finish_reason: str | None = None,
+        c2kv: C2KVBlock | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
     ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        told = self._logprobs(logprobs) if logprobs else None
+        choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish_reason}
         chunk = {**self._head("chat.completion.chunk", c2kv), "choices": [choice]}
         if self.wants_usage_chunk:
             chunk["usage"] = None
         if c2kv is not None:
             chunk["c2kv"] = c2kv
         return sse(chunk)
+
+    def _logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
+        return {"content": logprobs, "refusal": None} if self.wants_logprobs else None
 
     def _usage_chunk(self, usage: Usage, c2kv: C2KVBlock) -> bytes:
         head = self._head("chat.completion.chunk", c2kv)

@@ -14,11 +14,28 @@ class StartEvent(TypedDict):
     """Without the total time."""
 
 
+class Likeliest(TypedDict):
+    """A token that might have been drawn, in OpenAI's form."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    """UTF-8 of the token."""
+
+
+class TokenLogprobs(Likeliest):
+    """A drawn token."""
+
+    top_logprobs: list[Likeliest]
+
+
 class TextEvent(TypedDict):
     """More of the answer."""
 
     event: Literal["text"]
     text: str
+    logprobs: list[TokenLogprobs]
+    """Of the tokens behind it; empty where they were not asked for."""
 
 
 class EndEvent(TypedDict):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from c2kv_core.generate import Decoder
-from c2kv_core.sampling import SamplingParams
+from c2kv_core.sampling import SamplingParams, TokenLogprob
 from serve_app.answers import DocumentReport, FinishReason
 from serve_app.errors import Fault
 from serve_app.plan import Parts, PlannedDocument
@@ -25,6 +25,8 @@ class Job:
     sampling: SamplingParams
     stop: tuple[str, ...]
     """Strings that end the answer."""
+    top_logprobs: int | None = None
+    """Likeliest tokens to be told of beside each drawn one; None tells no logprobs at all."""
     ignore_eos: bool = False
     """Go on after the token that ends an answer, up to ``max_new_tokens``."""
     deadline_s: float
@@ -66,6 +68,8 @@ class Text:
     """More of the answer."""
 
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the tokens behind it, where asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

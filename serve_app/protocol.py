@@ -121,6 +121,10 @@ class ChatRequest(_Lenient):
     """Most answer tokens; the older name."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Most answer tokens; the newer name."""
+    logprobs: bool = False
+    """Tell how likely each token was."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Likeliest tokens to tell beside each; needs ``logprobs``."""
     ignore_eos: bool = False
     """Go on after the token that ends an answer, up to the limit; for measuring (vLLM's name)."""
     stream: bool | None = None
@@ -137,8 +141,10 @@ class ChatRequest(_Lenient):
         return {name: value for name, value in body.items() if value is not None}
 
     @model_validator(mode="after")
-    def _one_limit(self) -> "ChatRequest":
+    def _consistent(self) -> "ChatRequest":
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("expected logprobs true beside top_logprobs; set it, or leave both out")
         if len(limits) > 1:
             raise ValueError(
                 f"expected max_tokens and max_completion_tokens to agree, got {self.max_tokens} and "

@@ -21,8 +21,6 @@ _NEAR = 0.75
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "frequency_penalty": lambda value: value == 0,
     "presence_penalty": lambda value: value == 0,
-    "logprobs": lambda value: value is False,
-    "top_logprobs": lambda value: value == 0,
     "logit_bias": lambda value: value == {},
     "tools": lambda value: value == [],
     "functions": lambda value: value == [],

@@ -16,17 +16,18 @@ Used = Callable[[int], None]
 
 async def whole(form: CompletionForm, events: Events, used: Used) -> Response:
     """The answer in one piece."""
-    text = ""
+    text, logprobs = "", []
     async with aclosing(events):
         async for event in events:
             match event["event"]:
                 case "text":
                     text += event["text"]
+                    logprobs += event["logprobs"]
                 case "error":
                     raise ApiError(fault_in(event))
                 case "end":
                     used(event["usage"]["total_tokens"])
-                    return JSONResponse(form.whole(text, event))
+                    return JSONResponse(form.whole(text, logprobs, event))
     raise ApiError(INTERNAL)
 
 
@@ -53,7 +54,7 @@ async def _chunks(form: CompletionForm, events: Events, used: Used) -> AsyncGene
             async for event in events:
                 match event["event"]:
                     case "text":
-                        yield form.text_chunk(event["text"])
+                        yield form.text_chunk(event["text"], event["logprobs"])
                     case "error":
                         yield error_chunk(fault_in(event))
                         return

@@ -197,6 +197,7 @@ class ChatService:
                 seed=request.seed,
             ),
             stop=tuple(request.stop or ()),
+            top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             ignore_eos=request.ignore_eos,
             deadline_s=deadline_s,
         )

@@ -4,8 +4,17 @@ import time
 from dataclasses import dataclass
 
 from c2kv_core.compressor import Compressor
+from c2kv_core.sampling import TokenLogprob
 from serve_app.answers import C2KVBlock, Timings, usage
-from serve_app.events import EndEvent, ReplicaEvent, StartEvent, TextEvent, error_event
+from serve_app.events import (
+    EndEvent,
+    Likeliest,
+    ReplicaEvent,
+    StartEvent,
+    TextEvent,
+    TokenLogprobs,
+    error_event,
+)
 from serve_app.jobs import Compressed, Event, Failed, Finished, Job, Started, Text
 from serve_app.plan import CACHED_TIERS
 
@@ -40,12 +49,21 @@ class Teller:
             case Started():
                 self._block = self._new_block(event)
                 return StartEvent(event="start", c2kv=self._block)
-            case Text(text=text):
-                return TextEvent(event="text", text=text)
+            case Text(text=text, logprobs=logprobs):
+                return TextEvent(event="text", text=text, logprobs=[self._told(one) for one in logprobs])
             case Finished():
                 return self._end(event)
             case Failed(fault=fault):
                 return error_event(fault)
+
+    def _told(self, one: TokenLogprob) -> TokenLogprobs:
+        top = [self._likeliest(token, logprob) for token, logprob in one.top]
+        return TokenLogprobs(**self._likeliest(one.token, one.logprob), top_logprobs=top)
+
+    def _likeliest(self, token: int, logprob: float) -> Likeliest:
+        # Alone: a part of a character shows as the decoder's replacement character.
+        text = str(self._compressor.tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+        return Likeliest(token=text, logprob=logprob, bytes=list(text.encode()))
 
     def _new_block(self, started: Started) -> C2KVBlock:
         return C2KVBlock(

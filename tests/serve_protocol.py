@@ -57,8 +57,6 @@ def test_null_is_as_good_as_absent(field: str) -> None:
     ("field", "value"),
     [
         ("tools", [{"type": "function"}]),
-        ("logprobs", True),
-        ("top_logprobs", 3),
         ("response_format", {"type": "json_object"}),
         ("presence_penalty", 0.5),
         ("logit_bias", {"5": 10}),
