@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
 from serve_app.caller import Role
 from serve_app.completion import CompletionForm
@@ -13,10 +14,11 @@ from serve_app.error_handlers import add_error_handlers
 from serve_app.errors import ApiError, Fault
 from serve_app.generator_client import DocumentAction, GeneratorClient
 from serve_app.keys import Grant, KeyRing
-from serve_app.protocol import ChatRequest, DocumentBody
+from serve_app.protocol import AnyRequest, ChatRequest, DocumentBody, TextRequest
 from serve_app.quotas import Quotas
-from serve_app.request_body import parse_document, parse_request, read_body
+from serve_app.request_body import parse_document, parse_request, parse_text_request, read_body
 from serve_app.responses import streamed, whole
+from serve_app.text_completion import TextForm
 
 _DOCUMENT = "/v1/documents/{doc_id:path}"
 
@@ -72,6 +74,20 @@ def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, doo
         used = lambda tokens: door.quotas.used(grant, tokens)  # noqa: E731 (one call for both forms)
         return await (streamed if chat.stream else whole)(form, events, used)
 
+    @api.post("/v1/completions", openapi_extra=_body(TextRequest))
+    async def completions(request: Request) -> Response:
+        grant = door.admit(request, "query")
+        text = parse_text_request(await read_body(request, config.max_request_bytes))
+        _check_model(text, config)
+        form = TextForm(
+            model=config.model_id,
+            wants_usage_chunk=text.wants_usage_chunk,
+            wants_logprobs=text.logprobs is not None,
+        )
+        events = client.events(text, grant.caller)
+        used = lambda tokens: door.quotas.used(grant, tokens)  # noqa: E731
+        return await (streamed if text.stream else whole)(form, events, used)
+
     @api.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         door.admit(request, "query")
@@ -105,12 +121,12 @@ def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, doo
         return JSONResponse(body, status_code=503 if reasons else 200)
 
 
-def _body(model: type[ChatRequest] | type[DocumentBody]) -> dict[str, Any]:
+def _body(model: type[BaseModel]) -> dict[str, Any]:
     content = {"application/json": {"schema": model.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _check_model(chat: ChatRequest, config: ServeConfig) -> None:
+def _check_model(chat: AnyRequest, config: ServeConfig) -> None:
     if chat.model not in (None, config.model_id, config.model):
         message = f"expected model {config.model_id!r}, the one served here, got {chat.model!r}"
         raise ApiError(Fault(status=404, code="model_not_found", message=message, param="model"))

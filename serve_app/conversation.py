@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from c2kv_core.text import Message
+from c2kv_core.text import ChatRenderer, Message
 from serve_app.errors import bad_request
-from serve_app.protocol import ChatMessage
+from serve_app.protocol import AnyRequest, ChatMessage, ChatRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,42 @@ def lay_out(messages: Sequence[ChatMessage]) -> Conversation:
     if not plain:
         raise bad_request("expected a user message after the system message, got none", param="messages")
     return Conversation(system=system, after_documents=tuple(plain))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Token ids around the documents."""
+
+    prefix_ids: tuple[int, ...]
+    question_ids: tuple[int, ...]
+
+
+def segments(request: AnyRequest, renderer: ChatRenderer) -> Segments:
+    """What stands before and behind the documents of a request.
+
+    Raises:
+        ApiError: a chat of nothing but a system message.
+        TemplateError: an order of roles that the template refuses.
+    """
+    if isinstance(request, ChatRequest):
+        conversation = lay_out(request.messages)
+        return Segments(
+            prefix_ids=tuple(renderer.prefix_ids(conversation.system)),
+            question_ids=tuple(renderer.question_ids(conversation.after_documents)),
+        )
+    prompt = renderer.answer_ids(request.prompt)
+    if request.documents:
+        return Segments(prefix_ids=tuple(renderer.prefix_ids(None)), question_ids=tuple(prompt))
+    # Nothing before it but what the tokenizer itself puts at a beginning.
+    opening = renderer.tokenizer("", add_special_tokens=True).input_ids
+    return Segments(prefix_ids=(), question_ids=(*opening, *prompt))
+
+
+def texts_of(request: AnyRequest) -> list[str]:
+    """All text of a request but that of its documents."""
+    if isinstance(request, ChatRequest):
+        return [message.content for message in request.messages]
+    return [request.prompt]
 
 
 def _plain(message: ChatMessage) -> Message:

@@ -15,7 +15,7 @@ from ray.serve.schema import ApplicationStatus
 from serve_app.caller import Caller
 from serve_app.errors import ApiError, overloaded, unavailable
 from serve_app.events import ReplicaEvent, Reply, fault_in
-from serve_app.protocol import ChatRequest, DocumentBody
+from serve_app.protocol import AnyRequest, DocumentBody
 
 _HEALTH_AGE_S = 1.0
 """How long an answer about health is given again, so that probes cost the controller little."""
@@ -27,7 +27,7 @@ DocumentAction = Literal["put", "get", "delete"]
 class GeneratorClient(Protocol):
     """What the HTTP API asks of whatever makes answers."""
 
-    def events(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
+    def events(self, request: AnyRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """The events of one request; closing the iterator gives the answer up.
 
         Raises:
@@ -61,7 +61,7 @@ class HandleClient:
         self._faults: list[str] = []
         self._faults_until_s = 0.0
 
-    async def events(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
+    async def events(self, request: AnyRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """See ``GeneratorClient``."""
         response = cast(
             DeploymentResponseGenerator[ReplicaEvent], self._handle.generate.remote(request, caller)

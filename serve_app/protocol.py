@@ -97,12 +97,11 @@ def _stop_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
-class ChatRequest(_Lenient):
-    """Body of ``POST /v1/chat/completions``."""
+class GenerationRequest(_Lenient):
+    """What both kinds of request have."""
 
     model: str | None = None
     """Id of the served model; anything else is refused."""
-    messages: list[ChatMessage] = Field(min_length=1)
     documents: list[DocumentRef] = []
     """Placed after the system message, in this order."""
     c2kv: C2KVOptions = C2KVOptions()
@@ -118,13 +117,7 @@ class ChatRequest(_Lenient):
     ] = None
     """The answer ends before the first of these."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Most answer tokens; the older name."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    """Most answer tokens; the newer name."""
-    logprobs: bool = False
-    """Tell how likely each token was."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    """Likeliest tokens to tell beside each; needs ``logprobs``."""
+    """Most answer tokens."""
     ignore_eos: bool = False
     """Go on after the token that ends an answer, up to the limit; for measuring (vLLM's name)."""
     stream: bool | None = None
@@ -139,6 +132,33 @@ class ChatRequest(_Lenient):
         if not isinstance(body, dict):
             return body
         return {name: value for name, value in body.items() if value is not None}
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most answer tokens the client asked for."""
+        return self.max_tokens
+
+    @property
+    def likeliest_tokens(self) -> int | None:
+        """How many likeliest tokens to tell beside each; None tells no logprobs."""
+        return None
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Most answer tokens; the newer name of ``max_tokens``."""
+    logprobs: bool = False
+    """Tell how likely each token was."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Likeliest tokens to tell beside each; needs ``logprobs``."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
@@ -158,6 +178,37 @@ class ChatRequest(_Lenient):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def wants_usage_chunk(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def likeliest_tokens(self) -> int | None:
+        """See ``GenerationRequest``."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _one_prompt(prompt: object) -> object:
+    if isinstance(prompt, list):
+        if len(prompt) != 1 or not isinstance(prompt[0], str):
+            raise ValueError("expected a text, or a list of one; send several prompts as several requests")
+        return prompt[0]
+    return prompt
+
+
+class TextRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``: a prompt that goes on, without the chat template.
+
+    Documents are placed as in a chat, after the default system message, and the prompt follows them as it is.
+    """
+
+    prompt: Annotated[str, BeforeValidator(_one_prompt), Field(min_length=1)]
+    """Text, or a list of one text."""
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+    """Likeliest tokens to tell beside each drawn one; null tells none."""
+    echo: Literal[False] = False
+    """The prompt is not given back."""
+    best_of: Literal[1] | None = None
+
+    @property
+    def likeliest_tokens(self) -> int | None:
+        """See ``GenerationRequest``."""
+        return self.logprobs
+
+
+AnyRequest = ChatRequest | TextRequest

@@ -12,7 +12,7 @@ from serve_app.errors import ApiError, fault_of
 from serve_app.events import DoneEvent, ReplicaEvent, Reply, error_event
 from serve_app.loading import load_service
 from serve_app.metrics import RaySink, Recorder
-from serve_app.protocol import ChatRequest, DocumentBody
+from serve_app.protocol import AnyRequest, DocumentBody
 
 
 class Generator:
@@ -22,7 +22,7 @@ class Generator:
         self._recorder = Recorder(RaySink())
         self._service, self._engine = load_service(config, self._recorder)
 
-    async def generate(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
+    async def generate(self, request: AnyRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """The events of one request (see ``events``). Cancelling the call frees what it holds."""
         ended = False
         try:

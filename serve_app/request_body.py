@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from serve_app.errors import ApiError, Fault, bad_request
-from serve_app.protocol import C2KVOptions, ChatRequest, DocumentBody, DocumentRef
+from serve_app.protocol import C2KVOptions, ChatRequest, DocumentBody, DocumentRef, TextRequest
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -29,6 +29,7 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "response_format": lambda value: value == {"type": "text"},
     "modalities": lambda value: value == ["text"],
     "audio": lambda value: False,
+    "suffix": lambda value: value == "",
 }
 """OpenAI fields that change the answer and that this server does not have: the values that mean "off"."""
 
@@ -59,14 +60,27 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_request(body: bytes) -> ChatRequest:
-    """The request in a body.
+    """The chat request in a body.
 
     Raises:
         ApiError: 400, naming the field at fault.
     """
+    return _parse(ChatRequest, body)
+
+
+def parse_text_request(body: bytes) -> TextRequest:
+    """The completion request in a body.
+
+    Raises:
+        ApiError: 400, naming the field at fault.
+    """
+    return _parse(TextRequest, body)
+
+
+def _parse(kind: type[B], body: bytes) -> B:
     data = _json_object(body)
-    _check_top_level(data)
-    return _validated(ChatRequest, data)
+    _check_top_level(data, kind)
+    return _validated(kind, data)
 
 
 def parse_document(body: bytes) -> DocumentBody:
@@ -102,7 +116,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def _check_top_level(data: dict[str, Any]) -> None:
+def _check_top_level(data: dict[str, Any], kind: type[BaseModel]) -> None:
     for name, is_neutral in _NEUTRAL.items():
         if data.get(name) is not None and not is_neutral(data[name]):
             raise bad_request(
@@ -110,7 +124,7 @@ def _check_top_level(data: dict[str, Any]) -> None:
                 code="unsupported_parameter",
                 param=name,
             )
-    for name in data.keys() - ChatRequest.model_fields.keys():
+    for name in data.keys() - kind.model_fields.keys():
         near = difflib.get_close_matches(name, _OWN_KEYS, n=1, cutoff=_NEAR)
         if near:
             raise _unknown(name, name, near)

@@ -8,13 +8,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from serve_app.completion import STREAM_END, CompletionForm, error_chunk
 from serve_app.errors import INTERNAL, ApiError
 from serve_app.events import ReplicaEvent, fault_in
+from serve_app.text_completion import TextForm
 
 Events = AsyncGenerator[ReplicaEvent, None]
+Form = CompletionForm | TextForm
 Used = Callable[[int], None]
 """Is told how many tokens a finished answer took, the prompt included."""
 
 
-async def whole(form: CompletionForm, events: Events, used: Used) -> Response:
+async def whole(form: Form, events: Events, used: Used) -> Response:
     """The answer in one piece."""
     text, logprobs = "", []
     async with aclosing(events):
@@ -31,7 +33,7 @@ async def whole(form: CompletionForm, events: Events, used: Used) -> Response:
     raise ApiError(INTERNAL)
 
 
-async def streamed(form: CompletionForm, events: Events, used: Used) -> Response:
+async def streamed(form: Form, events: Events, used: Used) -> Response:
     """The answer as server-sent events."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(aclosing(events))
@@ -47,9 +49,10 @@ async def streamed(form: CompletionForm, events: Events, used: Used) -> Response
     )
 
 
-async def _chunks(form: CompletionForm, events: Events, used: Used) -> AsyncGenerator[bytes, None]:
+async def _chunks(form: Form, events: Events, used: Used) -> AsyncGenerator[bytes, None]:
     async with aclosing(events):
-        yield form.first_chunk()
+        if opening := form.first_chunk():
+            yield opening
         try:
             async for event in events:
                 match event["event"]:

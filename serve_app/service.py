@@ -15,7 +15,7 @@ from c2kv_core.sampling import SamplingParams
 from c2kv_core.store import KVStore, ReadTiming
 from serve_app.caller import Caller
 from serve_app.config import ServeConfig
-from serve_app.conversation import lay_out
+from serve_app.conversation import Segments, segments, texts_of
 from serve_app.document_service import DocumentService
 from serve_app.documents import DocumentResolver, LateError
 from serve_app.engine import Engine, answer_events
@@ -25,7 +25,7 @@ from serve_app.fetching import DocumentFetcher
 from serve_app.fitting import Fitting
 from serve_app.jobs import Job
 from serve_app.plan import PlannedDocument
-from serve_app.protocol import ChatRequest
+from serve_app.protocol import AnyRequest
 from serve_app.slot_memory import SlotMemory
 from serve_app.telling import FindTiming, Teller
 
@@ -84,7 +84,7 @@ class ChatService:
         """Documents that clients put, look at and delete."""
 
     async def answer(
-        self, request: ChatRequest, caller: Caller | None = None
+        self, request: AnyRequest, caller: Caller | None = None
     ) -> AsyncGenerator[ReplicaEvent, None]:
         """The events of one request; leaving the iterator early gives the answer up."""
         arrived_s = time.monotonic()
@@ -126,7 +126,7 @@ class ChatService:
         self._engine.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, request: ChatRequest) -> None:
+    def _check(self, request: AnyRequest) -> None:
         ratio = request.c2kv.ratio
         if ratio not in (None, self._config.ratio):
             raise bad_request(
@@ -147,7 +147,7 @@ class ChatService:
                 f"expected max_tokens of at most {limit}, got {request.token_limit}", param="max_tokens"
             )
 
-    def _allowed_s(self, request: ChatRequest) -> float:
+    def _allowed_s(self, request: AnyRequest) -> float:
         asked_ms = request.c2kv.deadline_ms
         most_s = self._config.max_request_s
         return most_s if asked_ms is None else min(most_s, asked_ms / 1000)
@@ -160,11 +160,10 @@ class ChatService:
         except TimeoutError as error:
             raise deadline_exceeded("documents were read") from error
 
-    def _plan(self, request: ChatRequest, caller: Caller, deadline_s: float) -> tuple[Job, FindTiming]:
+    def _plan(self, request: AnyRequest, caller: Caller, deadline_s: float) -> tuple[Job, FindTiming]:
         """The job, and how long it took to find the documents."""
-        conversation = lay_out(request.messages)
-        for message in request.messages:
-            self._fitting.check(message.content)
+        for text in texts_of(request):
+            self._fitting.check(text)
         started_s = time.monotonic()
         timing = ReadTiming()
         allowed_s = min(self._config.fetch_timeout_s, _FETCH_SHARE * (deadline_s - started_s))
@@ -181,23 +180,21 @@ class ChatService:
                 raise deadline_exceeded("documents were read") from error
             raise
         fetch_s = time.monotonic() - started_s - timing.verify_s
-        renderer = self._compressor.renderer
         with self._tokenizer_lock:
-            prefix_ids = tuple(renderer.prefix_ids(conversation.system))
-            question_ids = tuple(renderer.question_ids(conversation.after_documents))
+            around = segments(request, self._compressor.renderer)
         temperature = request.temperature
         job = Job(
-            prefix_ids=prefix_ids,
+            prefix_ids=around.prefix_ids,
             documents=tuple(documents),
-            question_ids=question_ids,
-            max_new_tokens=self._answer_limit(request, prefix_ids, documents, question_ids),
+            question_ids=around.question_ids,
+            max_new_tokens=self._answer_limit(request, around, documents),
             sampling=SamplingParams(
                 temperature=self._config.default_temperature if temperature is None else temperature,
                 top_p=1.0 if request.top_p is None else request.top_p,
                 seed=request.seed,
             ),
             stop=tuple(request.stop or ()),
-            top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            top_logprobs=request.likeliest_tokens,
             ignore_eos=request.ignore_eos,
             deadline_s=deadline_s,
         )
@@ -205,10 +202,9 @@ class ChatService:
 
     def _answer_limit(
         self,
-        request: ChatRequest,
-        prefix_ids: tuple[int, ...],
+        request: AnyRequest,
+        around: Segments,
         documents: list[PlannedDocument],
-        question_ids: tuple[int, ...],
     ) -> int:
         """Most answer tokens; known to fit before any model work is done.
 
@@ -216,7 +212,7 @@ class ChatService:
             ContextLengthError: the prompt, or the prompt and what was asked for, exceed the model's positions.
         """
         placed = sum(document.work.source_tokens for document in documents)
-        prompt = len(prefix_ids) + placed + len(question_ids)
+        prompt = len(around.prefix_ids) + placed + len(around.question_ids)
         positions = hf_adapter.max_positions(self._compressor.model)
         # The last token of an answer is never fed back, so it needs no position.
         room = positions - prompt + 1

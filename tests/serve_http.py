@@ -219,3 +219,24 @@ def choices(http: httpx.Client, body: dict[str, Any]) -> Any:
         answer = http.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"]
+
+
+def test_the_openai_client_sees_completions_logprobs_and_documents(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
+    text = client.completions.create(model="tiny", prompt="The oak", max_tokens=6, logprobs=1)
+    assert text.choices[0].logprobs is not None and len(text.choices[0].logprobs.tokens or []) == 6
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=6,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    told = chat.choices[0].logprobs
+    assert told is not None and [len(one.top_logprobs) for one in told.content or []] == [2] * 6
+    assert http.put("/v1/documents/fir", json={"text": "A fir is evergreen."}).status_code == 200
+    answer = http.post(CHAT, json=ask_body(["fir"], max_tokens=4)).json()
+    assert answer["c2kv"]["documents"][0]["id"] == "fir"
+    assert http.delete("/v1/documents/fir").json()["deleted"]
+    assert http.get("/v1/documents/fir").status_code == 404

@@ -14,7 +14,7 @@ from serve_app.errors import ApiError
 from serve_app.events import ReplicaEvent, fault_in
 from serve_app.generator_client import DocumentAction
 from serve_app.loading import load_service
-from serve_app.protocol import ChatRequest, DocumentBody
+from serve_app.protocol import AnyRequest, DocumentBody
 from serve_app.replica import reply
 from serve_app.service import ChatService
 
@@ -25,7 +25,7 @@ class LocalClient:
     def __init__(self, service: ChatService) -> None:
         self._service = service
 
-    def events(self, request: ChatRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
+    def events(self, request: AnyRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         return self._service.answer(request, caller)
 
     async def document(
