@@ -9,10 +9,11 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
 from c2kv_core.config import load_config, parse_config
 from c2kv_core.errors import ConfigError
+from serve_app.affinity import ROUTER
 from serve_app.config import DRAIN_MARGIN_S, ServeConfig
 from serve_app.ingress import Ingress
 from serve_app.replica import Generator
@@ -20,6 +21,8 @@ from serve_app.replica import Generator
 CONFIG_VARIABLE = "C2KV_SERVE_CONFIG"
 """Environment variable that names the YAML file for ``app``."""
 _INGRESS_CPUS = 0.1
+_TARGET_SHARE = 0.75
+"""Of the requests a replica runs at once: beyond that another one is wanted."""
 _INGRESS_SPARE_REQUESTS = 64
 """Places at the ingress beyond those that wait for an answer: for refusals, ``/v1/models`` and ``/healthz``."""
 
@@ -39,13 +42,14 @@ def build(args: dict[str, Any]) -> Application:
 def bind(config: ServeConfig) -> Application:
     """The application: an ingress over generators."""
     generator = serve.deployment(
-        num_replicas=config.num_replicas,
+        **_scale(config),
+        **_routing(config),
         max_ongoing_requests=config.max_ongoing_requests,
         max_queued_requests=config.max_queued_requests,
         graceful_shutdown_timeout_s=config.drain_s,
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
     )(Generator)
-    waiting = config.num_replicas * config.max_ongoing_requests + config.max_queued_requests
+    waiting = config.most_replicas * config.max_ongoing_requests + config.max_queued_requests
     ingress = serve.deployment(
         max_ongoing_requests=waiting + _INGRESS_SPARE_REQUESTS,
         max_queued_requests=_INGRESS_SPARE_REQUESTS,
@@ -55,6 +59,27 @@ def bind(config: ServeConfig) -> Application:
         ray_actor_options={"num_cpus": _INGRESS_CPUS},
     )(Ingress)
     return ingress.bind(config, generator.bind(config))
+
+
+def _scale(config: ServeConfig) -> dict[str, Any]:
+    if config.max_replicas is None:
+        return {"num_replicas": config.num_replicas}
+    return {
+        "autoscaling_config": {
+            "min_replicas": config.num_replicas,
+            "max_replicas": config.max_replicas,
+            "target_ongoing_requests": max(1.0, _TARGET_SHARE * config.max_running),
+            "upscale_delay_s": config.upscale_delay_s,
+            "downscale_delay_s": config.downscale_delay_s,
+        }
+    }
+
+
+def _routing(config: ServeConfig) -> dict[str, Any]:
+    if config.routing == "load" or config.most_replicas == 1:
+        return {}
+    router: Any = ROUTER
+    return {"request_router_config": RequestRouterConfig(request_router_class=router)}
 
 
 def __getattr__(name: str) -> Application:

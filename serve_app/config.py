@@ -47,7 +47,17 @@ class ServeConfig(Config):
     """Answer requests without a key too, in ``namespace``, wherever they come from."""
 
     num_replicas: int = Field(default=1, ge=1)
-    """Replicas of the generator, each with its own model."""
+    """Replicas of the generator, each with its own model; the fewest, where ``max_replicas`` lets their number grow."""
+    max_replicas: int | None = Field(default=None, ge=1)
+    """Most replicas; null keeps their number. More start while there are more requests than three quarters of
+    ``max_running`` a replica."""
+    upscale_delay_s: float = Field(default=30.0, ge=0)
+    """Seconds of load before a replica is added."""
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+    """Seconds of idleness before one is drained and removed."""
+    routing: Literal["documents", "load"] = "documents"
+    """Where requests go: to the replica that holds their documents, the next when it is full; or to the less busy of
+    two."""
     num_cpus: float = Field(default=1.0, ge=0)
     """Logical CPUs Ray reserves for a replica."""
     num_gpus: float = Field(default=0.0, ge=0)
@@ -110,6 +120,10 @@ class ServeConfig(Config):
                 f"expected max_running ({self.max_running}) of at most max_ongoing_requests "
                 f"({self.max_ongoing_requests}): a replica cannot run more than it holds"
             )
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(
+                f"expected max_replicas ({self.max_replicas}) of at least num_replicas ({self.num_replicas})"
+            )
         if self.default_max_new_tokens > self.max_new_tokens_limit:
             raise ValueError(
                 f"expected default_max_new_tokens ({self.default_max_new_tokens}) of at most "
@@ -121,6 +135,11 @@ class ServeConfig(Config):
     def model_id(self) -> str:
         """Id of the model in the API."""
         return self.served_model_name or Path(self.model).name
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas there can be."""
+        return self.max_replicas or self.num_replicas
 
     @property
     def max_waiting(self) -> int:
@@ -136,7 +155,7 @@ class ServeConfig(Config):
         """Torch threads of a replica; None leaves what Ray derives from its logical CPUs."""
         if self.torch_threads is not None or self.num_gpus:
             return self.torch_threads
-        return max(1, (os.cpu_count() or 1) // self.num_replicas)
+        return max(1, (os.cpu_count() or 1) // self.most_replicas)
 
     def anybody(self) -> Caller:
         """Who asks where no keys are configured."""

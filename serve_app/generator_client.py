@@ -12,6 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.schema import ApplicationStatus
 
+from serve_app.affinity import affinity_key
 from serve_app.caller import Caller
 from serve_app.errors import ApiError, overloaded, unavailable
 from serve_app.events import ReplicaEvent, Reply, fault_in
@@ -63,9 +64,9 @@ class HandleClient:
 
     async def events(self, request: AnyRequest, caller: Caller) -> AsyncGenerator[ReplicaEvent, None]:
         """See ``GeneratorClient``."""
-        response = cast(
-            DeploymentResponseGenerator[ReplicaEvent], self._handle.generate.remote(request, caller)
-        )
+        key = affinity_key(caller.namespace, [d.id for d in request.documents if d.id is not None])
+        handle = self._handle if key is None else self._handle.options(session_id=key)
+        response = cast(DeploymentResponseGenerator[ReplicaEvent], handle.generate.remote(request, caller))
         try:
             async for event in response:
                 yield event
@@ -81,7 +82,9 @@ class HandleClient:
         self, action: DocumentAction, caller: Caller, doc_id: str, body: DocumentBody | None = None
     ) -> dict[str, Any]:
         """See ``GeneratorClient``."""
-        method = getattr(self._whole, f"{action}_document")
+        # To where requests for it will go: what it makes stays in that replica's memory.
+        handle = self._whole.options(session_id=affinity_key(caller.namespace, [doc_id]) or "")
+        method = getattr(handle, f"{action}_document")
         arguments = (caller, doc_id) if body is None else (caller, doc_id, body)
         try:
             reply: Reply = await method.remote(*arguments)
