@@ -189,3 +189,18 @@ def test_a_shard_of_many_small_records_has_room_for_all(uri: str) -> None:
     store.put(documents)
     assert store.verify().ok
     assert_same(store.get(["doc-1499"], namespace="acme")["doc-1499"], documents[1499])
+
+
+def test_a_lossy_codec_stores_as_many_documents_as_a_plain_one(uri: str) -> None:
+    documents = [make_document(f"d{n}", part_tokens=(18, 7), seed=n) for n in range(12)]
+    for quantisation in ("none", "int8"):
+        identity = make_identity(quantisation=quantisation)
+        store = KVStore.open(uri, identity=identity, create=True)
+        rows = store.put(documents)
+        assert len(rows) == len(documents)
+        found = KVStore.open(uri, identity=identity).get([d.doc_id for d in documents], namespace="acme")
+        assert not any(isinstance(outcome, Miss) for outcome in found.values())
+    by_codec = {totals.fingerprint: totals for totals in KVStore.open(uri).totals()}
+    assert [totals.documents for totals in by_codec.values()] == [12, 12]
+    assert len({(totals.slots, totals.source_tokens) for totals in by_codec.values()}) == 1
+    assert KVStore.open(uri).verify().documents == 24

@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import gc
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from c2kv_core.store import KVStore, Miss
@@ -166,3 +169,39 @@ def test_a_frozen_store_leaves_resident_documents_served_and_recovers(
                 raise AssertionError("no recovery")
 
     asyncio.run(story())
+
+
+@pytest.mark.faults
+def test_ten_thousand_fetches_with_evictions_and_failures_keep_memory_flat(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    identity = world.open_store().identity
+    (row,) = [r for r in world.open_store().rows() if r.doc_id == "ash"]
+    shard = Path(world.store, row.shard)
+    with shard.open("r+b") as file:
+        file.seek(row.offset + row.length - 1)
+        last = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([last[0] ^ 1]))
+    store = KVStore.open(world.store, identity=identity, index_refresh_s=3600.0, patience_s=0.5)
+    found = store.get(["oak", "birch"], namespace="default")
+    room = max(f.kv_bytes for f in found.values() if not isinstance(f, Miss)) + 1000
+    memory = SlotMemory(max_bytes=room)
+    fetcher = DocumentFetcher(store=store, memory=memory, threads=4)
+    draw, process = random.Random(0), psutil.Process()
+
+    def run(count: int) -> int:
+        for _ in range(count):
+            ids = draw.sample(["oak", "birch", "naked", "ash", "never"], 2)
+            got = fetch(fetcher, ids)
+            assert got.get("ash", "damaged_layer") == "damaged_layer"
+            assert got.get("never", "not_found") == "not_found"
+            assert memory.used_bytes <= room
+        gc.collect()
+        return int(process.memory_info().rss)
+
+    run(2_000)
+    before = run(2_000)
+    after = run(6_000)
+    fetcher.close()
+    assert after - before < 16 * 2**20
+    assert memory.evictions > 1_000 and not fetcher._flying
