@@ -18,6 +18,7 @@ from serve_app.protocol import AnyRequest, ChatRequest, DocumentBody, TextReques
 from serve_app.quotas import Quotas
 from serve_app.request_body import parse_document, parse_request, parse_text_request, read_body
 from serve_app.responses import streamed, whole
+from serve_app.store_watch import StoreWatch
 from serve_app.text_completion import TextForm
 
 _DOCUMENT = "/v1/documents/{doc_id:path}"
@@ -47,7 +48,7 @@ class Doorkeeper:
         return grant
 
 
-def create_api(config: ServeConfig, client: GeneratorClient) -> FastAPI:
+def create_api(config: ServeConfig, client: GeneratorClient, watch: StoreWatch) -> FastAPI:
     """The application's routes.
 
     Raises:
@@ -56,6 +57,15 @@ def create_api(config: ServeConfig, client: GeneratorClient) -> FastAPI:
     api = FastAPI(title="C2KV", docs_url=None, redoc_url=None)
     add_error_handlers(api)
     _add_answers(api, config, client, Doorkeeper(config))
+
+    @api.get("/healthz")
+    async def healthz() -> Response:
+        reasons = await client.faults()
+        if (fault := watch.fault()) is not None:
+            reasons = [*reasons, fault]
+        body = {"status": "unhealthy" if reasons else "ok", "reasons": reasons}
+        return JSONResponse(body, status_code=503 if reasons else 200)
+
     return api
 
 
@@ -113,12 +123,6 @@ def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, doo
     @api.delete(_DOCUMENT)
     async def delete_document(request: Request, doc_id: str) -> Response:
         return await document(request, "delete", doc_id)
-
-    @api.get("/healthz")
-    async def healthz() -> Response:
-        reasons = await client.faults()
-        body = {"status": "unhealthy" if reasons else "ok", "reasons": reasons}
-        return JSONResponse(body, status_code=503 if reasons else 200)
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.api import create_api
 from serve_app.config import ServeConfig
 from serve_app.generator_client import HandleClient
+from serve_app.store_watch import StoreWatch
 
 
 @serve.ingress()
@@ -22,4 +23,4 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after ``__init__``."""
         client = HandleClient(self._generator, retry_after_s=self._config.retry_after_s)
-        return create_api(self._config, client)
+        return create_api(self._config, client, StoreWatch(self._config.store))

@@ -205,3 +205,31 @@ def test_ten_thousand_fetches_with_evictions_and_failures_keep_memory_flat(tmp_p
     fetcher.close()
     assert after - before < 16 * 2**20
     assert memory.evictions > 1_000 and not fetcher._flying
+
+
+def test_healthz_says_when_the_store_is_gone_and_back(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+
+    async def healthz(http: httpx.AsyncClient) -> tuple[int, list[str]]:
+        answer = await http.get("/healthz")
+        return answer.status_code, answer.json()["reasons"]
+
+    async def until(http: httpx.AsyncClient, status: int) -> list[str]:
+        for _ in range(200):
+            code, reasons = await healthz(http)
+            if code == status:
+                return reasons
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"healthz never was {status}")
+
+    async def story() -> None:
+        with local_api(world.config()) as api:
+            async with client(api) as http:
+                assert await until(http, 200) == []
+                Path(world.store, "store.json").rename(tmp_path / "away")
+                (reason,) = await until(http, 503)
+                assert "store.json is gone" in reason and world.store in reason
+                (tmp_path / "away").rename(Path(world.store, "store.json"))
+                assert await until(http, 200) == []
+
+    asyncio.run(story())

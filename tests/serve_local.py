@@ -17,6 +17,7 @@ from serve_app.loading import load_service
 from serve_app.protocol import AnyRequest, DocumentBody
 from serve_app.replica import reply
 from serve_app.service import ChatService
+from serve_app.store_watch import StoreWatch
 
 
 class LocalClient:
@@ -45,9 +46,11 @@ class LocalClient:
 def local_api(config: ServeConfig) -> Iterator[FastAPI]:
     """The application's routes over a fresh service."""
     service, _ = load_service(config)
+    watch = StoreWatch(config.store, every_s=0.2, silence_s=2.0)
     try:
-        yield create_api(config, LocalClient(service))
+        yield create_api(config, LocalClient(service), watch)
     finally:
+        watch.close()
         service.close()
 
 
