@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 
@@ -110,4 +110,33 @@ def test_deadline_of_a_request_is_kept(world: World) -> None:
     fault = asyncio.run(collect(service, ask_body(["oak"], max_tokens=3900, c2kv={"deadline_ms": 40}))).fault
     assert (fault["status"], fault["code"]) == (504, "deadline_exceeded")
     wait_until(lambda: engine.stats().running == 0, what="the place to be free")
+    service.close()
+
+
+def test_two_hundred_clients_that_leave_leave_nothing_behind(world: World) -> None:
+    service, engine = load_service(
+        world.config(max_new_tokens_limit=4000, max_ongoing_requests=300, max_running=8)
+    )
+
+    async def leave(number: int) -> None:
+        request = ChatRequest.model_validate(ask_body(["oak", "birch"], max_tokens=3900))
+        async with aclosing(service.answer(request)) as events:
+            if number % 2:  # every other one waits for its first token, if it comes
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(anext(events), 0.5)
+            else:
+                asking = asyncio.ensure_future(anext(events))
+                await asyncio.sleep(0.01)
+                asking.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asking
+
+    async def all_leave() -> None:
+        await asyncio.gather(*(leave(number) for number in range(200)))
+
+    asyncio.run(all_leave())
+    wait_until(lambda: engine.stats().running == engine.stats().queued == 0, what="all places to be free")
+    stats = engine.stats()
+    assert (stats.running_bytes, stats.finished, stats.failed) == (0, 0, 0)
+    assert ask(service, ["oak"]).text
     service.close()
