@@ -12,12 +12,12 @@ from serve_app.completion import CompletionForm
 from serve_app.config import ServeConfig
 from serve_app.error_handlers import add_error_handlers
 from serve_app.errors import ApiError, Fault
-from serve_app.generator_client import DocumentAction, GeneratorClient
+from serve_app.generator_client import GeneratorClient
 from serve_app.keys import Grant, KeyRing
 from serve_app.protocol import AnyRequest, ChatRequest, DocumentBody, TextRequest
 from serve_app.quotas import Quotas
 from serve_app.request_body import parse_document, parse_request, parse_text_request, read_body
-from serve_app.responses import streamed, whole
+from serve_app.responses import Form, streamed, whole
 from serve_app.store_watch import StoreWatch
 from serve_app.text_completion import TextForm
 
@@ -56,7 +56,72 @@ def create_api(config: ServeConfig, client: GeneratorClient, watch: StoreWatch) 
     """
     api = FastAPI(title="C2KV", docs_url=None, redoc_url=None)
     add_error_handlers(api)
-    _add_answers(api, config, client, Doorkeeper(config))
+    door = Doorkeeper(config)
+    _add_answers(api, config, client, door)
+    _add_documents(api, config, client, door)
+    _add_states(api, config, client, door, watch)
+    return api
+
+
+def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
+    async def answer(request: AnyRequest, grant: Grant, form: Form) -> Response:
+        _check_model(request, config)
+        events = client.events(request, grant.caller)
+
+        def used(tokens: int) -> None:
+            door.quotas.used(grant, tokens)
+
+        return await (streamed if request.stream else whole)(form, events, used)
+
+    @api.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        grant = door.admit(request, "query")
+        chat = parse_request(await read_body(request, config.max_request_bytes))
+        form = CompletionForm(
+            model=config.model_id, wants_usage_chunk=chat.wants_usage_chunk, wants_logprobs=chat.logprobs
+        )
+        return await answer(chat, grant, form)
+
+    @api.post("/v1/completions", openapi_extra=_body(TextRequest))
+    async def completions(request: Request) -> Response:
+        grant = door.admit(request, "query")
+        text = parse_text_request(await read_body(request, config.max_request_bytes))
+        form = TextForm(
+            model=config.model_id,
+            wants_usage_chunk=text.wants_usage_chunk,
+            wants_logprobs=text.logprobs is not None,
+        )
+        return await answer(text, grant, form)
+
+
+def _add_documents(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
+    @api.put(_DOCUMENT, openapi_extra=_body(DocumentBody))
+    async def put_document(request: Request, doc_id: str) -> Response:
+        grant = door.admit(request, "write")
+        body = parse_document(await read_body(request, config.max_request_bytes))
+        return JSONResponse(await client.document("put", grant.caller, doc_id, body))
+
+    @api.get(_DOCUMENT)
+    async def get_document(request: Request, doc_id: str) -> Response:
+        grant = door.admit(request, "query")
+        return JSONResponse(await client.document("get", grant.caller, doc_id))
+
+    @api.delete(_DOCUMENT)
+    async def delete_document(request: Request, doc_id: str) -> Response:
+        grant = door.admit(request, "write")
+        return JSONResponse(await client.document("delete", grant.caller, doc_id))
+
+
+def _add_states(
+    api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper, watch: StoreWatch
+) -> None:
+    started = int(time.time())
+
+    @api.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        door.admit(request, "query")
+        model = {"id": config.model_id, "object": "model", "created": started, "owned_by": "c2kv"}
+        return {"object": "list", "data": [model]}
 
     @api.get("/healthz")
     async def healthz() -> Response:
@@ -66,71 +131,13 @@ def create_api(config: ServeConfig, client: GeneratorClient, watch: StoreWatch) 
         body = {"status": "unhealthy" if reasons else "ok", "reasons": reasons}
         return JSONResponse(body, status_code=503 if reasons else 200)
 
-    return api
-
-
-def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
-    started = int(time.time())
-
-    @api.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        grant = door.admit(request, "query")
-        chat = parse_request(await read_body(request, config.max_request_bytes))
-        _check_model(chat, config)
-        form = CompletionForm(
-            model=config.model_id, wants_usage_chunk=chat.wants_usage_chunk, wants_logprobs=chat.logprobs
-        )
-        events = client.events(chat, grant.caller)
-        used = lambda tokens: door.quotas.used(grant, tokens)  # noqa: E731 (one call for both forms)
-        return await (streamed if chat.stream else whole)(form, events, used)
-
-    @api.post("/v1/completions", openapi_extra=_body(TextRequest))
-    async def completions(request: Request) -> Response:
-        grant = door.admit(request, "query")
-        text = parse_text_request(await read_body(request, config.max_request_bytes))
-        _check_model(text, config)
-        form = TextForm(
-            model=config.model_id,
-            wants_usage_chunk=text.wants_usage_chunk,
-            wants_logprobs=text.logprobs is not None,
-        )
-        events = client.events(text, grant.caller)
-        used = lambda tokens: door.quotas.used(grant, tokens)  # noqa: E731
-        return await (streamed if text.stream else whole)(form, events, used)
-
-    @api.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        door.admit(request, "query")
-        model = {"id": config.model_id, "object": "model", "created": started, "owned_by": "c2kv"}
-        return {"object": "list", "data": [model]}
-
-    async def document(
-        request: Request, action: DocumentAction, doc_id: str, body: DocumentBody | None = None
-    ) -> Response:
-        grant = door.admit(request, "query" if action == "get" else "write")
-        if action == "put":
-            body = parse_document(await read_body(request, config.max_request_bytes))
-        return JSONResponse(await client.document(action, grant.caller, doc_id, body))
-
-    @api.put(_DOCUMENT, openapi_extra=_body(DocumentBody))
-    async def put_document(request: Request, doc_id: str) -> Response:
-        return await document(request, "put", doc_id)
-
-    @api.get(_DOCUMENT)
-    async def get_document(request: Request, doc_id: str) -> Response:
-        return await document(request, "get", doc_id)
-
-    @api.delete(_DOCUMENT)
-    async def delete_document(request: Request, doc_id: str) -> Response:
-        return await document(request, "delete", doc_id)
-
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:
     content = {"application/json": {"schema": model.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _check_model(chat: AnyRequest, config: ServeConfig) -> None:
-    if chat.model not in (None, config.model_id, config.model):
-        message = f"expected model {config.model_id!r}, the one served here, got {chat.model!r}"
+def _check_model(request: AnyRequest, config: ServeConfig) -> None:
+    if request.model not in (None, config.model_id, config.model):
+        message = f"expected model {config.model_id!r}, the one served here, got {request.model!r}"
         raise ApiError(Fault(status=404, code="model_not_found", message=message, param="model"))
