@@ -13,7 +13,7 @@ from serve_app.config import ServeConfig
 from serve_app.error_handlers import add_error_handlers
 from serve_app.errors import ApiError, Fault
 from serve_app.generator_client import GeneratorClient
-from serve_app.keys import Grant, KeyRing
+from serve_app.keys import Grant, key_ring
 from serve_app.protocol import AnyRequest, ChatRequest, DocumentBody, TextRequest
 from serve_app.quotas import Quotas
 from serve_app.request_body import parse_document, parse_request, parse_text_request, read_body
@@ -28,9 +28,7 @@ class Doorkeeper:
     """Lets requests in: keys, roles, quotas."""
 
     def __init__(self, config: ServeConfig) -> None:
-        self._keys = KeyRing(
-            path=config.keys_file, anybody=config.anybody(), allow_anonymous=config.allow_anonymous
-        )
+        self._keys = key_ring(config)
         self.quotas = Quotas()
 
     def admit(self, request: Request, role: Role) -> Grant:

@@ -15,16 +15,29 @@ STREAM_END = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionForm:
-    """The constant fields of one answer."""
+class AnswerForm:
+    """The constant fields of one answer, whatever its kind."""
 
     model: str
     wants_usage_chunk: bool = False
     """Whether a stream ends with a chunk of usage (``stream_options.include_usage``)."""
     wants_logprobs: bool = False
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    id: str
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since the epoch."""
+
+    def _head(self, kind: str, c2kv: C2KVBlock | None) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        if c2kv is not None:
+            head["system_fingerprint"] = c2kv["fingerprint"]
+        return head
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionForm(AnswerForm):
+    """An answer to ``/v1/chat/completions``."""
+
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
 
     def whole(self, text: str, logprobs: list[TokenLogprobs], end: EndEvent) -> dict[str, Any]:
         """The answer as one ``chat.completion``."""
@@ -79,12 +92,6 @@ class CompletionForm:
     def _usage_chunk(self, usage: Usage, c2kv: C2KVBlock) -> bytes:
         head = self._head("chat.completion.chunk", c2kv)
         return sse({**head, "choices": [], "usage": usage, "c2kv": c2kv})
-
-    def _head(self, kind: str, c2kv: C2KVBlock | None) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        if c2kv is not None:
-            head["system_fingerprint"] = c2kv["fingerprint"]
-        return head
 
 
 def error_chunk(fault: Fault) -> bytes:

@@ -175,13 +175,22 @@ class KeyRing:
             logger.error("the keys stay as they were: %s", error)
 
 
+def key_ring(config: ServeConfig) -> KeyRing:
+    """The keys of a configuration.
+
+    Raises:
+        ConfigError: a key file that cannot be read.
+    """
+    return KeyRing(path=config.keys_file, anybody=config.anybody(), allow_anonymous=config.allow_anonymous)
+
+
 def check_keys(config: ServeConfig, host: str) -> None:
     """Refuse to listen where strangers are, without keys.
 
     Raises:
         ConfigError: says what to set.
     """
-    ring = KeyRing(path=config.keys_file, anybody=config.anybody(), allow_anonymous=config.allow_anonymous)
+    ring = key_ring(config)
     if not (ring.has_keys or config.allow_anonymous or _is_local(host) or host == "localhost"):
         raise ConfigError(
             f"without keys only 127.0.0.1 can be served, got host {host}; give --keys-file (`c2kv keys new` makes "

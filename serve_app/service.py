@@ -13,6 +13,7 @@ from c2kv_core.compressor import Compressor
 from c2kv_core.errors import C2KVError, ContextLengthError
 from c2kv_core.sampling import SamplingParams
 from c2kv_core.store import KVStore, ReadTiming
+from c2kv_core.store.miss import ABSENT
 from serve_app.caller import Caller
 from serve_app.config import ServeConfig
 from serve_app.conversation import Segments, segments, texts_of
@@ -111,13 +112,12 @@ class ChatService:
 
     def integrity_failures(self) -> dict[str, int]:
         """Records that failed a check since the start, by reason."""
-        counts = self._store.counters
-        absent = {"not_found", "other_identity"}
-        return {
+        misses = {
             name.removeprefix("miss_"): count
-            for name, count in counts.items()
-            if name.startswith("miss_") and name.removeprefix("miss_") not in absent
+            for name, count in self._store.counters.items()
+            if name.startswith("miss_")
         }
+        return {reason: count for reason, count in misses.items() if reason not in ABSENT}
 
     def close(self) -> None:
         """Stop the writer, the engine and the readers."""

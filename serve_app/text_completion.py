@@ -1,31 +1,31 @@
 """OpenAI's JSON for an answer to ``/v1/completions``, whole or in chunks."""
 
-import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.answers import C2KVBlock
-from serve_app.completion import sse
+from serve_app.completion import AnswerForm, sse
 from serve_app.events import EndEvent, TokenLogprobs
+
+_KIND = "text_completion"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextForm:
-    """The constant fields of one answer. The methods are those of ``CompletionForm``."""
+class TextForm(AnswerForm):
+    """An answer to ``/v1/completions``. The methods are those of ``CompletionForm``."""
 
-    model: str
-    wants_usage_chunk: bool = False
-    """Whether a stream ends with a chunk of usage (``stream_options.include_usage``)."""
-    wants_logprobs: bool = False
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since the epoch."""
 
     def whole(self, text: str, logprobs: list[TokenLogprobs], end: EndEvent) -> dict[str, Any]:
         """The answer as one ``text_completion``."""
         choice = self._choice(text, logprobs, end["finish_reason"])
-        return {**self._head(end["c2kv"]), "choices": [choice], "usage": end["usage"], "c2kv": end["c2kv"]}
+        return {
+            **self._head(_KIND, end["c2kv"]),
+            "choices": [choice],
+            "usage": end["usage"],
+            "c2kv": end["c2kv"],
+        }
 
     def first_chunk(self) -> bytes:
         """Nothing: a stream opens with its first text."""
@@ -49,18 +49,12 @@ class TextForm:
     def _chunk(
         self, choices: list[dict[str, Any]], *, c2kv: C2KVBlock | None = None, usage: Any = None
     ) -> bytes:
-        chunk = {**self._head(c2kv), "choices": choices}
+        chunk = {**self._head(_KIND, c2kv), "choices": choices}
         if self.wants_usage_chunk:
             chunk["usage"] = usage
         if c2kv is not None:
             chunk["c2kv"] = c2kv
         return sse(chunk)
-
-    def _head(self, c2kv: C2KVBlock | None) -> dict[str, Any]:
-        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
-        if c2kv is not None:
-            head["system_fingerprint"] = c2kv["fingerprint"]
-        return head
 
 
 def _legacy(logprobs: list[TokenLogprobs]) -> dict[str, Any]:

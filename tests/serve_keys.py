@@ -1,6 +1,5 @@
 """Keys: who asks, what they may do, how much, and that nobody sees another's documents."""
 
-import asyncio
 import json
 import os
 import time
@@ -18,7 +17,8 @@ from serve_app.caller import Caller
 from serve_app.errors import ApiError
 from serve_app.keys import KEYS_VARIABLE, Grant, KeyRing, hash_key, new_key
 from serve_app.quotas import Quotas
-from tests.serve_local import client, local_api
+from tests import serve_local
+from tests.serve_local import local_api
 from tests.serve_support import World, ask_body, make_world, wait_until
 
 pytest_plugins = ["tests.serve_support"]
@@ -175,11 +175,7 @@ def api(own: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAP
 
 
 def send(api: FastAPI, key: str | None, method: str, path: str, body: Any = None) -> httpx.Response:
-    async def one() -> httpx.Response:
-        async with client(api, key=key) as http:
-            return await http.request(method, path, json=body)
-
-    return asyncio.run(one())
+    return serve_local.send(api, method, path, body, key=key)
 
 
 def test_tenants_see_their_own_and_what_is_shared_with_them(api: FastAPI) -> None:

@@ -1,5 +1,6 @@
 """The HTTP API over a service in this process: everything but Ray."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +53,16 @@ def local_api(config: ServeConfig) -> Iterator[FastAPI]:
     finally:
         watch.close()
         service.close()
+
+
+def send(api: FastAPI, method: str, path: str, body: Any = None, *, key: str | None = None) -> httpx.Response:
+    """One request, from synchronous tests."""
+
+    async def one() -> httpx.Response:
+        async with client(api, key=key) as http:
+            return await http.request(method, path, json=body)
+
+    return asyncio.run(one())
 
 
 def client(api: FastAPI, *, key: str | None = None, host: str = "127.0.0.1") -> httpx.AsyncClient:

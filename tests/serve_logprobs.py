@@ -1,6 +1,5 @@
 """Logprobs: those of the model, a token each, in OpenAI's form, streamed and not."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from fastapi import FastAPI
 
 from c2kv_core.generate import Decoder
-from tests.serve_local import client, local_api
+from tests.serve_local import local_api, send
 from tests.serve_support import QUESTION, Reference, World, ask_body
 
 pytest_plugins = ["tests.serve_support"]
@@ -25,11 +24,7 @@ def api(world: World) -> Iterator[FastAPI]:
 
 
 def post(api: FastAPI, body: dict[str, Any]) -> httpx.Response:
-    async def send() -> httpx.Response:
-        async with client(api) as http:
-            return await http.post(CHAT, json=body)
-
-    return asyncio.run(send())
+    return send(api, "POST", CHAT, body)
 
 
 def streamed(api: FastAPI, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from c2kv_core.store import KVStore
 from c2kv_core.text import content_hash
-from tests.serve_local import client, local_api
+from tests.serve_local import client, local_api, send
 from tests.serve_support import QUESTION, World, ask_body, make_world
 
 pytest_plugins = ["tests.serve_support"]
@@ -33,19 +33,11 @@ def api(own: World) -> Iterator[FastAPI]:
 
 
 def call(api: FastAPI, method: str, doc_id: str, body: Any = None) -> httpx.Response:
-    async def send() -> httpx.Response:
-        async with client(api) as http:
-            return await http.request(method, f"/v1/documents/{quote(doc_id, safe='')}", json=body)
-
-    return asyncio.run(send())
+    return send(api, method, f"/v1/documents/{quote(doc_id, safe='')}", body)
 
 
 def ask(api: FastAPI, doc_ids: list[Any], **fields: Any) -> httpx.Response:
-    async def send() -> httpx.Response:
-        async with client(api) as http:
-            return await http.post(CHAT, json=ask_body(doc_ids, **fields))
-
-    return asyncio.run(send())
+    return send(api, "POST", CHAT, ask_body(doc_ids, **fields))
 
 
 @pytest.mark.parametrize("doc_id", ["larch", "trees/larch #1?", "Lärche ü", "a" * 1000])

@@ -1,6 +1,5 @@
 """``/v1/completions``: a prompt as it is, alone and behind documents."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from c2kv_core.generate import generate
-from tests.serve_local import client, local_api
+from tests.serve_local import local_api, send
 from tests.serve_support import Reference, World
 
 pytest_plugins = ["tests.serve_support"]
@@ -24,11 +23,7 @@ def api(world: World) -> Iterator[FastAPI]:
 
 
 def post(api: FastAPI, body: dict[str, Any]) -> httpx.Response:
-    async def send() -> httpx.Response:
-        async with client(api) as http:
-            return await http.post("/v1/completions", json={"model": "tiny", **body})
-
-    return asyncio.run(send())
+    return send(api, "POST", "/v1/completions", {"model": "tiny", **body})
 
 
 def test_a_prompt_goes_on_as_the_stock_model_would(api: FastAPI, world: World) -> None:

@@ -19,7 +19,8 @@ MissReason = Literal[
 ]
 """Stable codes: metrics, logs and the API carry them."""
 
-_ABSENT: tuple[MissReason, ...] = ("not_found", "other_identity")
+ABSENT: tuple[MissReason, ...] = ("not_found", "other_identity")
+"""Reasons of documents that nobody promised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,4 +34,4 @@ class Miss:
     @property
     def is_damage(self) -> bool:
         """Whether the index promised a document that could not be delivered."""
-        return self.reason not in _ABSENT
+        return self.reason not in ABSENT
