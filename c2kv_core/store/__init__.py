@@ -8,6 +8,7 @@ from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION
 from c2kv_core.store.miss import Miss, MissReason
 from c2kv_core.store.names import check_namespace
 from c2kv_core.store.row import IndexRow
+from c2kv_core.store.served import PromotionConflictError, Served, history, promote, served
 from c2kv_core.store.storage import Storage, StoredFile
 from c2kv_core.store.texts import SourceText
 from c2kv_core.store.timing import ReadTiming
@@ -25,7 +26,9 @@ __all__ = [
     "Miss",
     "MissReason",
     "Problem",
+    "PromotionConflictError",
     "ReadTiming",
+    "Served",
     "SourceText",
     "Storage",
     "StoredFile",
@@ -33,5 +36,8 @@ __all__ = [
     "VerifyReport",
     "as_stored",
     "check_namespace",
+    "history",
     "open_storage",
+    "promote",
+    "served",
 ]

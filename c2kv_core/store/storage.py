@@ -22,6 +22,7 @@ WRITTEN = (
     "probes/",
     "leases/",
     "runs/",
+    "served/",
     "store.json",
 )
 """What a store consists of: whatever else lies beside is not ours to touch."""
