@@ -6,7 +6,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
+from starlette.types import ASGIApp
 
+from serve_app.access_log import AccessLog, access_of
 from serve_app.caller import Role
 from serve_app.completion import CompletionForm
 from serve_app.config import ServeConfig
@@ -17,7 +19,7 @@ from serve_app.keys import Grant, key_ring
 from serve_app.protocol import AnyRequest, ChatRequest, DocumentBody, TextRequest
 from serve_app.quotas import Quotas
 from serve_app.request_body import parse_document, parse_request, parse_text_request, read_body
-from serve_app.responses import Form, streamed, whole
+from serve_app.responses import Account, Form, streamed, whole
 from serve_app.store_watch import StoreWatch
 from serve_app.text_completion import TextForm
 
@@ -29,7 +31,7 @@ class Doorkeeper:
 
     def __init__(self, config: ServeConfig) -> None:
         self._keys = key_ring(config)
-        self.quotas = Quotas()
+        self._quotas = Quotas()
 
     def admit(self, request: Request, role: Role) -> Grant:
         """Who sends a request that needs a role.
@@ -39,20 +41,49 @@ class Doorkeeper:
         """
         host = request.client.host if request.client is not None else None
         grant = self._keys.grant(request.headers.get("authorization"), host)
+        access_of(request).caller = grant.caller
         if role not in grant.caller.roles:
             message = f"this key does not have the role {role!r}; ask for one that does"
             raise ApiError(Fault(status=403, code="role_required", message=message))
-        self.quotas.begin(grant)
+        self._quotas.begin(grant)
         return grant
 
+    def open_account(self, request: Request) -> Account:
+        """Where the answer to a question is entered.
 
-def create_api(config: ServeConfig, client: GeneratorClient, watch: StoreWatch) -> FastAPI:
+        Raises:
+            ApiError: as ``admit``.
+        """
+        grant = self.admit(request, "query")
+        return Account(access=access_of(request), grant=grant, quotas=self._quotas)
+
+
+class Api(FastAPI):
+    """Routes within the access log, which is outermost so that it sees every response."""
+
+    ids_echoed_outside = False
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """See FastAPI."""
+        return AccessLog(super().build_middleware_stack(), echoed_outside=self.ids_echoed_outside)
+
+
+def create_api(
+    config: ServeConfig, client: GeneratorClient, watch: StoreWatch, *, ids_echoed_outside: bool = False
+) -> FastAPI:
     """The application's routes.
+
+    Args:
+        config: of the application.
+        client: makes the answers.
+        watch: knows whether the store answers.
+        ids_echoed_outside: see ``AccessLog``.
 
     Raises:
         ConfigError: a key file that cannot be read.
     """
-    api = FastAPI(title="C2KV", docs_url=None, redoc_url=None)
+    api = Api(title="C2KV", docs_url=None, redoc_url=None)
+    api.ids_echoed_outside = ids_echoed_outside
     add_error_handlers(api)
     door = Doorkeeper(config)
     _add_answers(api, config, client, door)
@@ -62,34 +93,31 @@ def create_api(config: ServeConfig, client: GeneratorClient, watch: StoreWatch) 
 
 
 def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
-    async def answer(request: AnyRequest, grant: Grant, form: Form) -> Response:
+    async def answer(request: AnyRequest, account: Account, form: Form) -> Response:
+        account.access.asked(request)
         _check_model(request, config)
-        events = client.events(request, grant.caller)
-
-        def used(tokens: int) -> None:
-            door.quotas.used(grant, tokens)
-
-        return await (streamed if request.stream else whole)(form, events, used)
+        events = client.events(request, account.grant.caller)
+        return await (streamed if request.stream else whole)(form, events, account)
 
     @api.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        grant = door.admit(request, "query")
+        account = door.open_account(request)
         chat = parse_request(await read_body(request, config.max_request_bytes))
         form = CompletionForm(
             model=config.model_id, wants_usage_chunk=chat.wants_usage_chunk, wants_logprobs=chat.logprobs
         )
-        return await answer(chat, grant, form)
+        return await answer(chat, account, form)
 
     @api.post("/v1/completions", openapi_extra=_body(TextRequest))
     async def completions(request: Request) -> Response:
-        grant = door.admit(request, "query")
+        account = door.open_account(request)
         text = parse_text_request(await read_body(request, config.max_request_bytes))
         form = TextForm(
             model=config.model_id,
             wants_usage_chunk=text.wants_usage_chunk,
             wants_logprobs=text.logprobs is not None,
         )
-        return await answer(text, grant, form)
+        return await answer(text, account, form)
 
 
 def _add_documents(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
