@@ -152,7 +152,7 @@ class AccessLog:
 
 def _template(scope: Scope) -> str | None:
     route: Any = scope.get("route")
-    return getattr(route, "path", None)
+    return getattr(route, "path_format", None)
 
 
 def _ms(seconds: float) -> float:

@@ -5,6 +5,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from serve_app.access_log import access_of
 from serve_app.errors import INTERNAL, ApiError, Fault, bad_request
@@ -27,7 +28,10 @@ def add_error_handlers(api: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(request, Fault(status=error.status_code, code=code, message=message))
+        response = _error_response(request, Fault(status=error.status_code, code=code, message=message))
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return response
 
     async def client_left(request: Request, error: Exception) -> Response:
         access_of(request).body_broke_off = True
@@ -41,6 +45,13 @@ def add_error_handlers(api: FastAPI) -> None:
     api.add_exception_handler(ClientDisconnect, client_left)
     api.add_exception_handler(RequestValidationError, validation)
     api.add_exception_handler(HTTPException, routing)
+
+
+def _methods(request: Request) -> set[str]:
+    """What can be done with the path of a request; each method of a document is a route of its own."""
+    scope = request.scope
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return {m for r in routes if r.matches(scope)[0] is not Match.NONE for m in r.methods or ()}
 
 
 def _error_response(request: Request, fault: Fault) -> Response:

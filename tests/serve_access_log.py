@@ -127,7 +127,7 @@ def test_an_answer_is_told_by_numbers(api: FastAPI, lines: list[logging.LogRecor
         ("POST", CHAT, ask_body(["secret"]), CHAT, 404, "document_not_found"),
         ("POST", CHAT, ask_body(["secret"], stream=True), CHAT, 404, "document_not_found"),
         ("POST", CHAT, ask_body([{"text": "secret " * 4000}]), CHAT, 413, "request_too_large"),
-        ("GET", "/v1/documents/secret", None, "/v1/documents/{doc_id:path}", 404, "document_not_found"),
+        ("GET", "/v1/documents/secret", None, "/v1/documents/{doc_id}", 404, "document_not_found"),
     ],
 )
 def test_refusals_are_told_by_their_code(
