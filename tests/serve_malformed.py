@@ -3,16 +3,14 @@
 import asyncio
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
-from tests.serve_local import client, local_api, send
-from tests.serve_support import World, ask_body, free_port, make_world, wait_until
+from tests.serve_local import client, local_api, over_http, send
+from tests.serve_support import World, ask_body, make_world
 
 pytest_plugins = ["tests.serve_support"]
 
@@ -125,15 +123,8 @@ def test_any_text_is_an_id(api: FastAPI, doc_id: str) -> None:
 
 @pytest.fixture(scope="module")
 def port(api: FastAPI) -> Iterator[int]:
-    """The application behind a real HTTP server."""
-    number = free_port()
-    server = uvicorn.Server(uvicorn.Config(api, host="127.0.0.1", port=number, log_level="critical"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started, what="the server")
-    yield number
-    server.should_exit = True
-    thread.join()
+    with over_http(api) as number:
+        yield number
 
 
 def raw(port: int, head: str, *pieces: bytes, ends: bool = False) -> bytes:
