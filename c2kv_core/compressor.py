@@ -1,7 +1,7 @@
 """Everything that turns text into stored documents, loaded: what an extractor actor or a replica holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,33 @@ class Compressor:
             sidecar=sidecar,
             extractor=Extractor(model, sidecar),
             identities=identities,
+        )
+
+    def beside(self, spec: CompressorSpec) -> "Compressor":
+        """A compressor with another sidecar or other settings over the same base, whose weights are shared.
+
+        Raises:
+            InputError: another base, dtype or device, or a part that cannot be used.
+            IdentityError: files changed while they were loaded.
+        """
+        for name in ("model", "dtype", "device"):
+            own, came = getattr(self.spec, name), getattr(spec, name)
+            if own != came:
+                raise InputError(f"expected {name} {own!r}, that of the loaded base, got {came!r}")
+        identities = spec.identities()
+        sidecar = spec.load_sidecar()
+        bases = {identity.base_digest for identity in (*identities.values(), *self.identities.values())}
+        if len(bases) != 1 or _digests(identities) != {(bases.pop(), _digest(sidecar, identities))}:
+            raise IdentityError(
+                f"the files of model {spec.model!r} or of a sidecar changed while they were loaded; try again "
+                "when nobody writes there"
+            )
+        if sidecar is None:
+            sidecar = Sidecar.from_base(
+                self.model, spec.untrained_config(), eos_token_id=self.tokenizer.eos_token_id
+            )
+        return replace(
+            self, spec=spec, sidecar=sidecar, extractor=Extractor(self.model, sidecar), identities=identities
         )
 
     @property

@@ -1,13 +1,11 @@
 """One answer as turns: context, question, then a token a round."""
 
 import time
-from collections.abc import Sequence
 
 from torch import Tensor
 
 from c2kv_core import hf_adapter
 from c2kv_core.compressor import Compressor
-from c2kv_core.decode_batch import step_together
 from c2kv_core.generate import Decoder
 from c2kv_core.sampling import Sampler, TokenLogprob, logprob_of
 from c2kv_core.slots import slot_count
@@ -32,12 +30,6 @@ class Answerer:
         if isinstance(job, Compression):
             return self._compress(job)
         return self._answer(job, time.monotonic())
-
-    def step(self, steps: Sequence[Step]) -> Tensor:
-        """Logits (B, V) of B answers that wait for a token."""
-        return step_together(
-            self._compressor.model, [step.decoder for step in steps], [step.ids for step in steps]
-        )
 
     def size_bytes(self, job: Work) -> int:
         """Memory that the keys and values of an answer, or of a document under compression, take at most."""

@@ -14,8 +14,23 @@ DRAIN_MARGIN_S = 15
 """Seconds between the end of the longest request and the end of its replica."""
 
 
+class EditionConfig(Config):
+    """Another identity of slots over the same base: see ``ServeConfig.editions``."""
+
+    sidecar: str | None = None
+    """Sidecar directory or ``s3://`` URI; null takes the one shipped for the alias, else an untrained one."""
+    ratio: int = Field(default=4, ge=1)
+    """Source tokens per slot."""
+    force_ratio: bool = False
+    """Allow a ratio the sidecar was not trained for."""
+    slot_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Dtype of slots between extraction and use."""
+    quantisation: Literal["none", "int8"] = "none"
+    """Codec by which the store's slots are kept."""
+
+
 class ServeConfig(Config):
-    """One application: one base model, one sidecar, one ratio, one namespace of one store."""
+    """One application: one base model and one store, with one sidecar and ratio, or several to go over between."""
 
     store: str
     """Directory or URI of the store to read."""
@@ -39,6 +54,10 @@ class ServeConfig(Config):
     """Dtype of slots between extraction and use; part of their identity."""
     quantisation: Literal["none", "int8"] = "none"
     """Codec by which the store's slots are kept; part of their identity."""
+
+    editions: tuple[EditionConfig, ...] = ()
+    """Further identities that can be served: ``c2kv store promote`` makes a namespace's requests go over to one of
+    them, or back, without a restart. Until then the settings above count. The base's weights are in memory once."""
 
     keys_file: str | None = None
     """File of bearer keys (see ``keys``), read anew when it changes; null takes ``C2KV_KEYS``. Without any keys only
@@ -163,13 +182,28 @@ class ServeConfig(Config):
 
     def compressor_spec(self) -> CompressorSpec:
         """What compresses documents here: must be what compressed those in the store."""
+        return self._spec(
+            EditionConfig(
+                sidecar=self.sidecar,
+                ratio=self.ratio,
+                force_ratio=self.force_ratio,
+                slot_dtype=self.slot_dtype,
+                quantisation=self.quantisation,
+            )
+        )
+
+    def compressor_specs(self) -> list[CompressorSpec]:
+        """That of each edition; the first serves where nothing was promoted."""
+        return [self.compressor_spec(), *map(self._spec, self.editions)]
+
+    def _spec(self, edition: EditionConfig) -> CompressorSpec:
         return CompressorSpec(
             model=self.model,
-            sidecar=self.sidecar,
-            ratios=(self.ratio,),
-            force_ratio=self.force_ratio,
+            sidecar=edition.sidecar,
+            ratios=(edition.ratio,),
+            force_ratio=edition.force_ratio,
             dtype=self.dtype,
             device=self.device,
-            slot_dtype=self.slot_dtype,
-            quantisation=self.quantisation,
+            slot_dtype=edition.slot_dtype,
+            quantisation=edition.quantisation,
         )

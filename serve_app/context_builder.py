@@ -34,13 +34,14 @@ class BuiltContext:
 Steps = Generator[Step | None, Tensor | None, BuiltContext]
 """As ``Turns``: None after each piece of work, steps for ordinary text. The context is the return value."""
 
+Prefixes = ByteLru[tuple[int, ...], ComposedContext]
+"""Prefilled system messages by their ids: the base's own, so the same under every identity of slots."""
+
 
 class ContextBuilder:
     """Builds contexts on the one thread that owns the model."""
 
-    def __init__(
-        self, *, compressor: Compressor, ratio: int, memory: SlotMemory, prefix_cache_bytes: int
-    ) -> None:
+    def __init__(self, *, compressor: Compressor, ratio: int, memory: SlotMemory, prefixes: Prefixes) -> None:
         self._compressor = compressor
         self._model = compressor.model
         self._ratio = ratio
@@ -48,7 +49,7 @@ class ContextBuilder:
         shape = hf_adapter.geometry(self._model.config)
         self.token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * self._model.dtype.itemsize
         """Bytes of keys and values of one ordinary token."""
-        self.prefixes: ByteLru[tuple[int, ...], ComposedContext] = ByteLru(prefix_cache_bytes)
+        self._prefixes = prefixes
 
     def build(self, job: Job) -> Steps:
         """Prefix first, then each document behind the ones before it, in the one cache that the answer uses."""
@@ -83,10 +84,10 @@ class ContextBuilder:
         return built
 
     def _prefix(self, ids: tuple[int, ...]) -> ComposedContext:
-        context = self.prefixes.get(ids)
+        context = self._prefixes.get(ids)
         if context is None:
             context = prefill(self._model, ids)
-            self.prefixes.put(ids, context, size_bytes=context.cache.nbytes)
+            self._prefixes.put(ids, context, size_bytes=context.cache.nbytes)
         return context
 
     def _slots(

@@ -1,29 +1,27 @@
 """Documents that clients put, look at and delete, inside a replica and without Ray."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar
 
 from typing_extensions import TypedDict
 
-from c2kv_core.compressor import Compressor, SourceDocument
-from c2kv_core.store import IndexRow, KVStore, Miss, SourceText
+from c2kv_core.compressor import SourceDocument
+from c2kv_core.store import IndexRow, Miss, SourceText
 from c2kv_core.store.names import check_doc_id
 from c2kv_core.text import content_hash
 from serve_app.caller import Caller
 from serve_app.config import ServeConfig
 from serve_app.document_writer import DocumentWriter
+from serve_app.edition import Edition, Editions
 from serve_app.engine import Engine, answer_events
 from serve_app.errors import ApiError, Fault, deadline_exceeded
-from serve_app.fitting import Fitting
 from serve_app.jobs import Compressed, Compression, Failed
 from serve_app.plan import Parts
 from serve_app.protocol import DocumentBody
-from serve_app.slot_memory import SlotMemory
+from serve_app.shared import Shared
 
 T = TypeVar("T")
 
@@ -62,28 +60,13 @@ class DocumentDeleted(TypedDict):
 class DocumentService:
     """Writes go through one thread, reads beside it; the model's work is the engine's."""
 
-    def __init__(
-        self,
-        *,
-        config: ServeConfig,
-        compressor: Compressor,
-        store: KVStore,
-        memory: SlotMemory,
-        engine: Engine,
-        fitting: Fitting,
-        tokenizer_lock: threading.Lock,
-        readers: ThreadPoolExecutor,
-    ) -> None:
+    def __init__(self, *, config: ServeConfig, editions: Editions, engine: Engine, shared: Shared) -> None:
         self._config = config
-        self._compressor = compressor
-        self._store = store
-        self._memory = memory
+        self._editions = editions
         self._engine = engine
-        self._fitting = fitting
-        self._tokenizer_lock = tokenizer_lock
-        self._readers = readers
+        self._shared = shared
         self._writer = DocumentWriter(
-            store, gather_s=config.commit_gather_s, max_documents=config.commit_max_documents
+            gather_s=config.commit_gather_s, max_documents=config.commit_max_documents
         )
 
     async def put(self, caller: Caller, doc_id: str, body: DocumentBody) -> DocumentStatus:
@@ -99,27 +82,11 @@ class DocumentService:
         check_doc_id(doc_id)
         deadline_s = time.monotonic() + self._config.max_request_s
         source = SourceDocument(doc_id, body.title, body.text)
-        held = await self._in_thread(lambda: self._unchanged(caller, source))
-        if held is not None:
-            return self._status(held, source.title)
-        ids = await self._in_thread(lambda: self._part_ids(source))
-        parts = await self._compress(ids, deadline_s)
-        document = self._compressor.stored(caller.namespace, source, parts)
-        text = SourceText(
-            namespace=caller.namespace,
-            doc_id=doc_id,
-            title=source.title,
-            text=source.text,
-            content_hash=document.content_hash,
-        )
-        written = asyncio.wrap_future(self._writer.put(document, text))
-        try:
-            row = await asyncio.wait_for(asyncio.shield(written), max(0.0, deadline_s - time.monotonic()))
-        except TimeoutError as error:
-            # It goes on in the store's own time, and is either whole or not there.
-            raise deadline_exceeded("the document was written") from error
-        self._memory.keep(caller.namespace, document.content_hash, parts)
-        return self._status(row, source.title)
+        served = await self._in_thread(lambda: self._editions.of(caller.namespace))
+        # Under the others too, or whatever is served next would have an older version of it.
+        others = [edition for edition in self._editions.all if edition is not served]
+        rows = [await self._put(edition, caller, source, deadline_s) for edition in (*others, served)]
+        return _status(served, rows[-1], source.title)
 
     async def get(self, caller: Caller, doc_id: str) -> DocumentStatus:
         """What is stored of a document.
@@ -137,7 +104,9 @@ class DocumentService:
             ApiError: 404.
             StoreError: the store cannot be written.
         """
-        removed = await asyncio.wrap_future(self._writer.delete(caller.namespace, doc_id))
+        removed = await asyncio.wrap_future(
+            self._writer.delete(self._editions.all[0].store, caller.namespace, doc_id)
+        )
         if not removed:
             raise unknown_document(doc_id)
         return DocumentDeleted(id=doc_id, object="document", deleted=True)
@@ -147,28 +116,48 @@ class DocumentService:
         self._writer.close()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        return await asyncio.get_running_loop().run_in_executor(self._shared.readers, work)
 
-    def _unchanged(self, caller: Caller, source: SourceDocument) -> IndexRow | None:
-        row = self._store.lookup([source.doc_id], namespace=caller.namespace)[source.doc_id]
-        if isinstance(row, Miss) or row.content_hash != content_hash(source.title, source.text):
-            return None
-        kept = self._store.text([source.doc_id], namespace=caller.namespace).get(source.doc_id)
-        return row if kept is not None and kept.content_hash == row.content_hash else None
+    async def _put(
+        self, edition: Edition, caller: Caller, source: SourceDocument, deadline_s: float
+    ) -> IndexRow:
+        held = await self._in_thread(lambda: _unchanged(edition, caller, source))
+        if held is not None:
+            return held
+        ids = await self._in_thread(lambda: self._part_ids(edition, source))
+        parts = await self._compress(edition, ids, deadline_s)
+        document = edition.compressor.stored(caller.namespace, source, parts)
+        text = SourceText(
+            namespace=caller.namespace,
+            doc_id=source.doc_id,
+            title=source.title,
+            text=source.text,
+            content_hash=document.content_hash,
+        )
+        written = asyncio.wrap_future(self._writer.put(edition.store, document, text))
+        try:
+            row = await asyncio.wait_for(asyncio.shield(written), max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError as error:
+            # It goes on in the store's own time, and is either whole or not there.
+            raise deadline_exceeded("the document was written") from error
+        edition.memory.keep(caller.namespace, document.content_hash, parts)
+        return row
 
-    def _part_ids(self, source: SourceDocument) -> tuple[tuple[int, ...], ...]:
+    def _part_ids(self, edition: Edition, source: SourceDocument) -> tuple[tuple[int, ...], ...]:
         limit = self._config.max_document_tokens
         for text in (source.title, source.text):
-            self._fitting.check_document(text, max_tokens=limit)
-        with self._tokenizer_lock:
-            ids = tuple(map(tuple, self._compressor.part_ids(source.title, source.text)))
+            self._shared.fitting.check_document(text, max_tokens=limit)
+        with self._shared.tokenizer_lock:
+            ids = tuple(map(tuple, edition.compressor.part_ids(source.title, source.text)))
         if (tokens := sum(map(len, ids))) > limit:
             message = f"expected a document of at most {limit} tokens, got {tokens}; divide it"
             raise ApiError(Fault(status=413, code="document_too_long", message=message, param="text"))
         return ids
 
-    async def _compress(self, part_ids: tuple[tuple[int, ...], ...], deadline_s: float) -> Parts:
-        work = Compression(part_ids=part_ids, deadline_s=deadline_s)
+    async def _compress(
+        self, edition: Edition, part_ids: tuple[tuple[int, ...], ...], deadline_s: float
+    ) -> Parts:
+        work = Compression(fingerprint=edition.fingerprint, part_ids=part_ids, deadline_s=deadline_s)
         async with aclosing(answer_events(self._engine, work)) as events:
             async for event in events:
                 match event:
@@ -179,27 +168,37 @@ class DocumentService:
         raise AssertionError("a compression ends with its slots or with a fault")
 
     def _get(self, caller: Caller, doc_id: str) -> DocumentStatus:
+        edition = self._editions.of(caller.namespace)
         for namespace in caller.readable:
-            row = self._store.lookup([doc_id], namespace=namespace)[doc_id]
+            row = edition.store.lookup([doc_id], namespace=namespace)[doc_id]
             if isinstance(row, IndexRow):
-                text = self._store.text([doc_id], namespace=namespace).get(doc_id)
-                return self._status(row, text.title if text is not None else "")
+                text = edition.store.text([doc_id], namespace=namespace).get(doc_id)
+                return _status(edition, row, text.title if text is not None else "")
         raise unknown_document(doc_id)
 
-    def _status(self, row: IndexRow, title: str) -> DocumentStatus:
-        return DocumentStatus(
-            id=row.doc_id,
-            object="document",
-            namespace=row.namespace,
-            title=title,
-            content_hash=row.content_hash,
-            ratio=self._config.ratio,
-            parts=row.parts,
-            slots=row.slots,
-            source_tokens=row.source_tokens,
-            bytes=row.length,
-            created_at=row.created_at.isoformat(),
-        )
+
+def _unchanged(edition: Edition, caller: Caller, source: SourceDocument) -> IndexRow | None:
+    row = edition.store.lookup([source.doc_id], namespace=caller.namespace)[source.doc_id]
+    if isinstance(row, Miss) or row.content_hash != content_hash(source.title, source.text):
+        return None
+    kept = edition.store.text([source.doc_id], namespace=caller.namespace).get(source.doc_id)
+    return row if kept is not None and kept.content_hash == row.content_hash else None
+
+
+def _status(edition: Edition, row: IndexRow, title: str) -> DocumentStatus:
+    return DocumentStatus(
+        id=row.doc_id,
+        object="document",
+        namespace=row.namespace,
+        title=title,
+        content_hash=row.content_hash,
+        ratio=edition.ratio,
+        parts=row.parts,
+        slots=row.slots,
+        source_tokens=row.source_tokens,
+        bytes=row.length,
+        created_at=row.created_at.isoformat(),
+    )
 
 
 def unknown_document(doc_id: str) -> ApiError:

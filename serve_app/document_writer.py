@@ -13,17 +13,20 @@ from c2kv_core.store import IndexRow, KVStore, SourceText
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Put:
+    store: KVStore
     document: StoredDocument
     text: SourceText
     done: "Future[IndexRow]"
 
     @property
     def key(self) -> tuple[str, str]:
+        """A commit holds it once."""
         return (self.document.namespace, self.document.doc_id)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Delete:
+    store: KVStore
     namespace: str
     doc_id: str
     done: "Future[int]"
@@ -32,15 +35,13 @@ class _Delete:
 class DocumentWriter:
     """Puts and deletes in the order they came. Safe to share between threads."""
 
-    def __init__(self, store: KVStore, *, gather_s: float, max_documents: int) -> None:
+    def __init__(self, *, gather_s: float, max_documents: int) -> None:
         """Start the thread.
 
         Args:
-            store: opened under the served identity.
             gather_s: how long the first document of a commit waits for others, in seconds.
             max_documents: most documents of a commit.
         """
-        self._store = store
         self._gather_s = gather_s
         self._max_documents = max_documents
         self._changed = threading.Condition()
@@ -49,19 +50,21 @@ class DocumentWriter:
         self._thread = threading.Thread(target=self._work, name="c2kv-writer", daemon=True)
         self._thread.start()
 
-    def put(self, document: StoredDocument, text: SourceText) -> "Future[IndexRow]":
+    def put(self, store: KVStore, document: StoredDocument, text: SourceText) -> "Future[IndexRow]":
         """Store a document and its text; done when both can be read by anybody.
+
+        The store is opened under the document's identity.
 
         The future may raise InputError (it cannot be stored) or StoreError (nothing of it became visible).
         """
         done: Future[IndexRow] = Future()
-        self._add(_Put(document=document, text=text, done=done))
+        self._add(_Put(store=store, document=document, text=text, done=done))
         return done
 
-    def delete(self, namespace: str, doc_id: str) -> "Future[int]":
+    def delete(self, store: KVStore, namespace: str, doc_id: str) -> "Future[int]":
         """Remove a document under every identity, and its text; the number of records that went."""
         done: Future[int] = Future()
-        self._add(_Delete(namespace=namespace, doc_id=doc_id, done=done))
+        self._add(_Delete(store=store, namespace=namespace, doc_id=doc_id, done=done))
         return done
 
     @property
@@ -108,14 +111,14 @@ class DocumentWriter:
             self._changed.wait(left_s)
 
     def _take(self) -> list[_Put] | _Delete:
-        """The next delete, or the puts before it; one document comes only once, so that order is kept."""
+        """The next delete, or the puts before it into one store; a document comes only once, so that order is kept."""
         first = self._queue.popleft()
         if isinstance(first, _Delete):
             return first
         puts = {first.key: first}
         while self._queue and len(puts) < self._max_documents:
             following = self._queue[0]
-            if isinstance(following, _Delete) or following.key in puts:
+            if isinstance(following, _Delete) or following.key in puts or following.store is not first.store:
                 break
             puts[following.key] = following
             self._queue.popleft()
@@ -124,12 +127,12 @@ class DocumentWriter:
     def _run(self, taken: list[_Put] | _Delete) -> None:
         if isinstance(taken, _Delete):
             try:
-                taken.done.set_result(self._store.delete([taken.doc_id], namespace=taken.namespace))
+                taken.done.set_result(taken.store.delete([taken.doc_id], namespace=taken.namespace))
             except C2KVError as error:
                 taken.done.set_exception(error)
             return
         try:
-            rows = self._store.put(
+            rows = taken[0].store.put(
                 [put.document for put in taken], texts=[put.text for put in taken], run="served"
             )
         except C2KVError as error:

@@ -16,6 +16,8 @@ from serve_app.plan import Parts, PlannedDocument
 class Job:
     """One answer to be made, in token ids."""
 
+    fingerprint: str
+    """Of the identity of all its slots."""
     prefix_ids: tuple[int, ...]
     """System message; may be empty where the template puts nothing there."""
     documents: tuple[PlannedDocument, ...]
@@ -43,6 +45,8 @@ class Job:
 class Compression:
     """A document to be compressed for the store."""
 
+    fingerprint: str
+    """Of the identity that its slots get."""
     part_ids: tuple[tuple[int, ...], ...]
     """Token ids of each part."""
     deadline_s: float

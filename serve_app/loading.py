@@ -1,20 +1,24 @@
 """From a configuration to a service that answers: the parts and how they hang together."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from c2kv_core.compressor import Compressor
+from c2kv_core.decode_batch import step_together
 from serve_app.answering import Answerer
 from serve_app.batch_engine import BatchEngine
 from serve_app.config import ServeConfig
-from serve_app.context_builder import ContextBuilder
+from serve_app.edition import Editions
 from serve_app.engine import Engine
+from serve_app.jobs import Step, Work
 from serve_app.metrics import Recorder
 from serve_app.places import Limits
-from serve_app.probe import open_store, probe
+from serve_app.probe import probe
 from serve_app.service import ChatService
-from serve_app.slot_memory import SlotMemory
+from serve_app.shared import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +38,40 @@ def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple
     threads = config.threads()
     if threads is not None:
         torch.set_num_threads(threads)
-    compressor = Compressor.load(config.compressor_spec())
-    memory = SlotMemory(max_bytes=config.memory_cache_bytes)
-    contexts = ContextBuilder(
-        compressor=compressor,
-        ratio=config.ratio,
-        memory=memory,
-        prefix_cache_bytes=config.prefix_cache_bytes,
+    first, *others = config.compressor_specs()
+    compressor = Compressor.load(first)
+    shared = Shared.of(config, compressor)
+    editions = Editions(
+        [shared.edition(one) for one in (compressor, *map(compressor.beside, others))],
+        uri=config.store,
+        refresh_s=config.index_refresh_s,
     )
-    answerer = Answerer(compressor, contexts, ratio=config.ratio)
-    engine = BatchEngine(
-        answerer.turns,
-        answerer.step,
-        answerer.size_bytes,
+    engine = _engine(config, compressor, editions, recorder)
+    service = ChatService(config=config, editions=editions, engine=engine, shared=shared)
+    if recorder is not None:
+        service.record = lambda: recorder.state(
+            engine.stats(),
+            memory_bytes={"slots": shared.memory.used_bytes, "prefixes": shared.prefixes.used_bytes},
+            evictions={"slots": shared.memory.evictions, "prefixes": shared.prefixes.evictions},
+            misses=service.integrity_failures(),
+        )
+    return service, engine
+
+
+def _engine(
+    config: ServeConfig, compressor: Compressor, editions: Editions, recorder: Recorder | None
+) -> Engine:
+    def answerer(work: Work) -> Answerer:
+        return editions.named(work.fingerprint).answerer
+
+    def step(steps: Sequence[Step]) -> Tensor:
+        # Answers of all editions in one batch: from here on only the base computes.
+        return step_together(compressor.model, [s.decoder for s in steps], [s.ids for s in steps])
+
+    return BatchEngine(
+        lambda work: answerer(work).turns(work),
+        step,
+        lambda work: answerer(work).size_bytes(work),
         limits=Limits(
             max_running=config.max_running,
             max_running_bytes=config.max_running_bytes,
@@ -57,18 +82,3 @@ def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple
         on_batch=None if recorder is None else recorder.batch,
         niceness=_STANDS_BACK if config.device == "cpu" else 0,
     )
-    service = ChatService(
-        config=config,
-        compressor=compressor,
-        store=open_store(config, compressor.identities[config.ratio]),
-        memory=memory,
-        engine=engine,
-    )
-    if recorder is not None:
-        service.record = lambda: recorder.state(
-            engine.stats(),
-            memory_bytes={"slots": memory.used_bytes, "prefixes": contexts.prefixes.used_bytes},
-            evictions={"slots": memory.evictions, "prefixes": contexts.prefixes.evictions},
-            misses=service.integrity_failures(),
-        )
-    return service, engine

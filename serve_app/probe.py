@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from c2kv_core.errors import IdentityError
 from c2kv_core.identity import Identity
-from c2kv_core.store import KVStore
+from c2kv_core.store import KVStore, Served, served
 from serve_app.config import ServeConfig
 
 _PATIENCE_S = 0.5
@@ -20,10 +21,12 @@ class Probe:
     """False for a sidecar that is still the copy of the base it started as."""
     documents: int
     """Documents that can be read now."""
+    not_promoted: str | None
+    """What is wrong where another fingerprint was promoted than this server has; its own is served all the same."""
 
     def remarks(self, config: ServeConfig) -> list[str]:
         """What an operator should know, in plain words."""
-        remarks = []
+        remarks = [] if self.not_promoted is None else [self.not_promoted]
         if not self.trained:
             remarks.append(
                 f"the sidecar for {config.model} is untrained: answers over compressed documents will be poor; "
@@ -38,33 +41,51 @@ class Probe:
 
 
 def probe(config: ServeConfig) -> Probe:
-    """Check model, sidecar and store against each other.
+    """Check model, sidecars and store against each other.
 
     Raises:
-        InputError: a subclass that says which of them cannot be used and why: a missing model or store, a ratio the
+        InputError: a subclass that says which of them cannot be used and why: a missing model or store, a ratio a
             sidecar is not for, a store of another model.
         StoreError: the store cannot be read.
     """
-    spec = config.compressor_spec()
-    identity = spec.identities()[config.ratio]
+    by_fingerprint = {}
+    for spec in config.compressor_specs():
+        (identity,) = spec.identities().values()
+        if identity.fingerprint in by_fingerprint:
+            raise IdentityError(
+                f"two editions have the same identity ({identity.fingerprint[:12]}): leave one of them out"
+            )
+        by_fingerprint[identity.fingerprint] = (spec, identity)
+    entry = served(config.store, config.namespace)
+    promoted = entry is not None and entry.fingerprint in by_fingerprint
+    spec, identity = by_fingerprint[entry.fingerprint if promoted and entry else next(iter(by_fingerprint))]
     store = open_store(config, identity)
+    store.require_identity(config.namespace)
     return Probe(
         identity=identity,
         trained=spec.is_trained(),
         documents=len(store.content_hashes(namespace=config.namespace)),
+        not_promoted=None
+        if entry is None or promoted
+        else _not_promoted(config, entry, list(by_fingerprint)),
+    )
+
+
+def _not_promoted(config: ServeConfig, entry: Served, have: list[str]) -> str:
+    return (
+        f"namespace {config.namespace!r} of {config.store} is to be served by {entry.fingerprint[:12]} (version "
+        f"{entry.version}), this server has {', '.join(name[:12] for name in have)}; add it to editions, or promote "
+        "another one"
     )
 
 
 def open_store(config: ServeConfig, identity: Identity) -> KVStore:
-    """The configured store, refused when its namespace holds only another identity's documents.
+    """The configured store under an identity.
 
     Raises:
         StoreFormatError: no store there.
-        IdentityError: names the differing fields.
         StoreError: it cannot be read.
     """
-    store = KVStore.open(
+    return KVStore.open(
         config.store, identity=identity, index_refresh_s=config.index_refresh_s, patience_s=_PATIENCE_S
     )
-    store.require_identity(config.namespace)
-    return store

@@ -1,33 +1,30 @@
 """A request from start to end inside a replica, without Ray: find documents, submit the job, tell what happens."""
 
 import asyncio
-import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar
 
 from c2kv_core import hf_adapter
-from c2kv_core.compressor import Compressor
 from c2kv_core.errors import C2KVError, ContextLengthError
 from c2kv_core.sampling import SamplingParams
-from c2kv_core.store import KVStore, ReadTiming
+from c2kv_core.store import ReadTiming
 from c2kv_core.store.miss import ABSENT
 from serve_app.caller import Caller
 from serve_app.config import ServeConfig
 from serve_app.conversation import Segments, segments, texts_of
 from serve_app.document_service import DocumentService
-from serve_app.documents import DocumentResolver, LateError
+from serve_app.documents import LateError
+from serve_app.edition import Edition, Editions
 from serve_app.engine import Engine, answer_events
 from serve_app.errors import ApiError, bad_request, deadline_exceeded, fault_of
 from serve_app.events import ReplicaEvent, error_event
-from serve_app.fetching import DocumentFetcher
-from serve_app.fitting import Fitting
 from serve_app.jobs import Job
 from serve_app.plan import PlannedDocument
 from serve_app.protocol import AnyRequest
-from serve_app.slot_memory import SlotMemory
+from serve_app.shared import Shared
 from serve_app.telling import FindTiming, Teller
 
 T = TypeVar("T")
@@ -37,51 +34,17 @@ _FETCH_SHARE = 0.5
 
 
 class ChatService:
-    """Answers requests with one engine over one namespace of one store."""
+    """Answers requests with one engine over one store."""
 
-    def __init__(
-        self,
-        *,
-        config: ServeConfig,
-        compressor: Compressor,
-        store: KVStore,
-        memory: SlotMemory,
-        engine: Engine,
-    ) -> None:
+    def __init__(self, *, config: ServeConfig, editions: Editions, engine: Engine, shared: Shared) -> None:
         self._config = config
-        self._store = store
+        self._editions = editions
         self.record: Callable[[], None] = lambda: None
         """Records what the replica holds now."""
-        self._compressor = compressor
         self._engine = engine
-        self._tokenizer_lock = threading.Lock()
-        """Fast tokenizers refuse to be reconfigured while another thread encodes."""
-        self._fitting = Fitting(
-            compressor.renderer,
-            positions=hf_adapter.max_positions(compressor.model),
-            tokenizer_lock=self._tokenizer_lock,
-        )
-        self._fetcher = DocumentFetcher(store=store, memory=memory, threads=config.fetch_threads)
-        self._resolver = DocumentResolver(
-            compressor=compressor,
-            fetcher=self._fetcher,
-            memory=memory,
-            tokenizer_lock=self._tokenizer_lock,
-            fitting=self._fitting,
-        )
-        # Reads and tokenising stay off the event loop and off the model's thread.
-        self._readers = ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="c2kv-fetch")
+        self._shared = shared
         self._anybody = config.anybody()
-        self.documents = DocumentService(
-            config=config,
-            compressor=compressor,
-            store=store,
-            memory=memory,
-            engine=engine,
-            fitting=self._fitting,
-            tokenizer_lock=self._tokenizer_lock,
-            readers=self._readers,
-        )
+        self.documents = DocumentService(config=config, editions=editions, engine=engine, shared=shared)
         """Documents that clients put, look at and delete."""
 
     async def answer(
@@ -95,9 +58,10 @@ class ChatService:
             job, finding = await self._within(
                 deadline_s, lambda: self._plan(request, caller or self._anybody, deadline_s)
             )
+            edition = self._editions.named(job.fingerprint)
             teller = Teller(
-                compressor=self._compressor,
-                ratio=self._config.ratio,
+                compressor=edition.compressor,
+                identity=edition.identity,
                 job=job,
                 arrived_s=arrived_s,
                 finding=finding,
@@ -112,28 +76,21 @@ class ChatService:
 
     def integrity_failures(self) -> dict[str, int]:
         """Records that failed a check since the start, by reason."""
-        misses = {
-            name.removeprefix("miss_"): count
-            for name, count in self._store.counters.items()
-            if name.startswith("miss_")
-        }
+        misses: Counter[str] = Counter()
+        for edition in self._editions.all:
+            for name, count in edition.store.counters.items():
+                if name.startswith("miss_"):
+                    misses[name.removeprefix("miss_")] += count
         return {reason: count for reason, count in misses.items() if reason not in ABSENT}
 
     def close(self) -> None:
         """Stop the writer, the engine and the readers."""
         self.documents.close()
-        self._fetcher.close()
+        self._editions.close()
         self._engine.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._shared.readers.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, request: AnyRequest) -> None:
-        ratio = request.c2kv.ratio
-        if ratio not in (None, self._config.ratio):
-            raise bad_request(
-                f"expected c2kv.ratio {self._config.ratio}, the one served here, got {ratio}",
-                code="ratio_not_served",
-                param="c2kv.ratio",
-            )
         count, most = len(request.documents), self._config.max_documents
         if count > most:
             raise bad_request(
@@ -154,7 +111,7 @@ class ChatService:
 
     async def _within(self, deadline_s: float, work: Callable[[], T]) -> T:
         """The result of blocking work; what comes after the deadline is dropped."""
-        future = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        future = asyncio.get_running_loop().run_in_executor(self._shared.readers, work)
         try:
             return await asyncio.wait_for(future, max(0.0, deadline_s - time.monotonic()))
         except TimeoutError as error:
@@ -162,13 +119,20 @@ class ChatService:
 
     def _plan(self, request: AnyRequest, caller: Caller, deadline_s: float) -> tuple[Job, FindTiming]:
         """The job, and how long it took to find the documents."""
+        edition = self._editions.of(caller.namespace)
+        if request.c2kv.ratio not in (None, edition.ratio):
+            raise bad_request(
+                f"expected c2kv.ratio {edition.ratio}, the one served here, got {request.c2kv.ratio}",
+                code="ratio_not_served",
+                param="c2kv.ratio",
+            )
         for text in texts_of(request):
-            self._fitting.check(text)
+            self._shared.fitting.check(text)
         started_s = time.monotonic()
         timing = ReadTiming()
         allowed_s = min(self._config.fetch_timeout_s, _FETCH_SHARE * (deadline_s - started_s))
         try:
-            documents = self._resolver.resolve(
+            documents = edition.resolver.resolve(
                 request.documents,
                 request.c2kv.on_missing,
                 caller=caller,
@@ -180,14 +144,15 @@ class ChatService:
                 raise deadline_exceeded("documents were read") from error
             raise
         fetch_s = time.monotonic() - started_s - timing.verify_s
-        with self._tokenizer_lock:
-            around = segments(request, self._compressor.renderer)
+        with self._shared.tokenizer_lock:
+            around = segments(request, edition.compressor.renderer)
         temperature = request.temperature
         job = Job(
+            fingerprint=edition.fingerprint,
             prefix_ids=around.prefix_ids,
             documents=tuple(documents),
             question_ids=around.question_ids,
-            max_new_tokens=self._answer_limit(request, around, documents),
+            max_new_tokens=self._answer_limit(edition, request, around, documents),
             sampling=SamplingParams(
                 temperature=self._config.default_temperature if temperature is None else temperature,
                 top_p=1.0 if request.top_p is None else request.top_p,
@@ -202,6 +167,7 @@ class ChatService:
 
     def _answer_limit(
         self,
+        edition: Edition,
         request: AnyRequest,
         around: Segments,
         documents: list[PlannedDocument],
@@ -213,7 +179,7 @@ class ChatService:
         """
         placed = sum(document.work.source_tokens for document in documents)
         prompt = len(around.prefix_ids) + placed + len(around.question_ids)
-        positions = hf_adapter.max_positions(self._compressor.model)
+        positions = hf_adapter.max_positions(edition.compressor.model)
         # The last token of an answer is never fed back, so it needs no position.
         room = positions - prompt + 1
         wanted = request.token_limit

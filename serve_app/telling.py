@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from c2kv_core.compressor import Compressor
+from c2kv_core.identity import Identity
 from c2kv_core.sampling import TokenLogprob
 from serve_app.answers import C2KVBlock, Timings, usage
 from serve_app.events import (
@@ -33,10 +34,16 @@ class Teller:
     """Tells one request's events."""
 
     def __init__(
-        self, *, compressor: Compressor, ratio: int, job: Job, arrived_s: float, finding: FindTiming
+        self,
+        *,
+        compressor: Compressor,
+        identity: Identity,
+        job: Job,
+        arrived_s: float,
+        finding: FindTiming,
     ) -> None:
         self._compressor = compressor
-        self._ratio = ratio
+        self._identity = identity
         self._job = job
         self._arrived_s = arrived_s
         self._finding = finding
@@ -67,9 +74,9 @@ class Teller:
 
     def _new_block(self, started: Started) -> C2KVBlock:
         return C2KVBlock(
-            ratio=self._ratio,
+            ratio=self._identity.ratio,
             sidecar="trained" if self._compressor.sidecar.config.trained else "untrained",
-            fingerprint=self._compressor.identities[self._ratio].fingerprint,
+            fingerprint=self._identity.fingerprint,
             documents=list(started.documents),
             timings=Timings(
                 queue_ms=_ms(started.queue_s),
