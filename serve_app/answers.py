@@ -16,7 +16,8 @@ class DocumentReport(TypedDict):
     index: int
     """Its place in the request, from 0."""
     tier: str
-    """``memory``, ``store``, ``extracted`` (compressed for this request), ``text`` (ordinary tokens) or ``skipped``."""
+    """``memory``, ``disk``, ``store``, ``extracted`` (compressed for this request), ``text`` (ordinary tokens) or
+    ``skipped``."""
     ratio: int | None
     """Source tokens per slot; null where it was not placed as slots."""
     slots: int

@@ -118,6 +118,16 @@ class ServeConfig(Config):
 
     memory_cache_bytes: int = Field(default=512 * 2**20, ge=0)
     """Host memory of a replica for slots of documents used before, in bytes; 0 turns this tier off."""
+    disk_cache_dir: str | None = None
+    """Folder on a local disk for copies of what is read from a remote store; null keeps none. The replicas of a node
+    may share it. Copies are checked like the original, and survive the replica."""
+    disk_cache_bytes: int = Field(default=8 * 2**30, ge=1)
+    """Most bytes in that folder."""
+    disk_cache_max_age_s: float = Field(default=86_400.0, gt=0)
+    """Seconds after which a copy is removed whatever its use, so that documents erased in the store do not stay."""
+    remake_factor: float = Field(default=2.0, ge=0)
+    """A stored document with its text is made anew rather than read where reading is expected to take this many times
+    as long, by what recent reads and compressions took; 0 reads always."""
     prefix_cache_bytes: int = Field(default=128 * 2**20, ge=0)
     """Memory of a replica for prefilled system messages, in bytes."""
     index_refresh_s: float = Field(default=5.0, ge=0)

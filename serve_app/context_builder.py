@@ -13,6 +13,7 @@ from c2kv_core.document import CompressedDocument
 from c2kv_core.generate import Decoder
 from serve_app.answers import DocumentReport
 from serve_app.byte_lru import ByteLru
+from serve_app.cost_gate import CostGate
 from serve_app.jobs import Job, Step
 from serve_app.plan import Extraction, LeftOut, OrdinaryText, Parts, Slots, Tier
 from serve_app.slot_memory import SlotMemory
@@ -41,11 +42,21 @@ Prefixes = ByteLru[tuple[int, ...], ComposedContext]
 class ContextBuilder:
     """Builds contexts on the one thread that owns the model."""
 
-    def __init__(self, *, compressor: Compressor, ratio: int, memory: SlotMemory, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        *,
+        compressor: Compressor,
+        ratio: int,
+        memory: SlotMemory,
+        prefixes: Prefixes,
+        gate: CostGate,
+    ) -> None:
+        """Bind the parts; ``gate`` learns how long compressions take."""
         self._compressor = compressor
         self._model = compressor.model
         self._ratio = ratio
         self._memory = memory
+        self._gate = gate
         shape = hf_adapter.geometry(self._model.config)
         self.token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * self._model.dtype.itemsize
         """Bytes of keys and values of one ordinary token."""
@@ -110,7 +121,9 @@ class ContextBuilder:
 
     def compress_part(self, ids: Sequence[int]) -> CompressedDocument:
         """Slots of one part of a document."""
+        started_s = time.monotonic()
         ((part,),) = self._compressor.compress([[ids]], [self._ratio])[self._ratio]
+        self._gate.has_made(len(ids), time.monotonic() - started_s)
         return part
 
 

@@ -4,11 +4,11 @@ import threading
 from collections.abc import Sequence
 
 from c2kv_core.compressor import Compressor
-from c2kv_core.store import Miss, ReadTiming, SourceText
+from c2kv_core.store import Miss, MissReason, ReadTiming, SourceText
 from c2kv_core.text import content_hash
 from serve_app.caller import Caller
 from serve_app.errors import STORE_RETRY_AFTER_S, ApiError, Fault
-from serve_app.fetching import LATE, STORE_FAILURES, DocumentFetcher
+from serve_app.fetching import LATE, SLOWER, STORE_FAILURES, DocumentFetcher
 from serve_app.fitting import Fitting
 from serve_app.plan import Extraction, LeftOut, OrdinaryText, PlannedDocument, Slots
 from serve_app.protocol import DocumentRef, OnMissing
@@ -70,8 +70,11 @@ class DocumentResolver:
         wanted = [d.id for d in documents if d.id is not None]
         stored: dict[str, Slots | Miss] = {}
         texts: dict[str, SourceText] = {}
+        has_text = on_missing in ("extract", "text")
         for namespace in caller.readable:
-            found_here = self._fetcher.slots(wanted, namespace, until_s=until_s, timing=timing)
+            found_here = self._fetcher.slots(
+                wanted, namespace, until_s=until_s, timing=timing, may_refuse=has_text
+            )
             missing = [doc_id for doc_id, found in found_here.items() if isinstance(found, Miss)]
             kept = self._texts(missing, namespace, on_missing, until_s)
             if isinstance(kept, Miss):
@@ -79,9 +82,12 @@ class DocumentResolver:
                 found_here |= dict.fromkeys(missing, kept)
             else:
                 texts = kept | texts
+                unread = [i for i in missing if i not in kept and _is(found_here[i], SLOWER)]
+                # Slow, but there is no other way to have them.
+                found_here |= self._fetcher.slots(unread, namespace, until_s=until_s, timing=timing)
             # The first namespace that has a document says what is wrong with it.
-            stored = found_here | {i: f for i, f in stored.items() if not _is_unknown(f)}
-            wanted = [doc_id for doc_id in wanted if _is_unknown(stored[doc_id])]
+            stored = found_here | {i: f for i, f in stored.items() if not _is(f, "not_found")}
+            wanted = [doc_id for doc_id in wanted if _is(stored[doc_id], "not_found")]
         plans = []
         for index, document in enumerate(documents):
             if document.id is None:
@@ -144,8 +150,8 @@ class DocumentResolver:
             return OrdinaryText(ids=tuple(self._compressor.renderer.document_ids(title, text)))
 
 
-def _is_unknown(found: Slots | Miss) -> bool:
-    return isinstance(found, Miss) and found.reason == "not_found"
+def _is(found: Slots | Miss, reason: MissReason) -> bool:
+    return isinstance(found, Miss) and found.reason == reason
 
 
 def _not_found(index: int, doc_id: str, miss: Miss, on_missing: OnMissing) -> ApiError:

@@ -9,13 +9,15 @@ from typing import TypeVar
 from c2kv_core.document import StoredDocument
 from c2kv_core.errors import StoreError, StoreFormatError
 from c2kv_core.store import IndexRow, KVStore, Miss, MissReason, ReadTiming, SourceText
-from serve_app.plan import Slots
+from serve_app.cost_gate import CostGate
+from serve_app.plan import Slots, Tier
 from serve_app.slot_memory import SlotMemory
 
 T = TypeVar("T")
 _Key = tuple[str, str, str, int]
 """Namespace, id, shard and offset: one version of a document."""
 
+SLOWER: MissReason = "slower"
 LATE: MissReason = "late"
 UNREACHABLE: MissReason = "unreachable"
 _NO_ANSWER = Miss(reason=LATE, detail="the store did not answer in time")
@@ -30,16 +32,18 @@ class DocumentFetcher:
     later requests, verified like all else; it lands in no request that has gone on without it.
     """
 
-    def __init__(self, *, store: KVStore, memory: SlotMemory, threads: int) -> None:
+    def __init__(self, *, store: KVStore, memory: SlotMemory, threads: int, gate: CostGate) -> None:
         """Start the threads.
 
         Args:
             store: opened under the served identity.
             memory: the tier before the store.
+            gate: learns how fast the store is.
             threads: reads at the same time; those that hang keep theirs until the store's client gives up.
         """
         self._store = store
         self._memory = memory
+        self._gate = gate
         self._lock = threading.Lock()
         self._flying: dict[_Key, Future[Slots | Miss]] = {}
         # Apart, so that reads that hang do not hold up the look-ups of what is in memory.
@@ -47,7 +51,13 @@ class DocumentFetcher:
         self._reads = ThreadPoolExecutor(threads, thread_name_prefix="c2kv-read")
 
     def slots(
-        self, ids: Sequence[str], namespace: str, *, until_s: float, timing: ReadTiming | None = None
+        self,
+        ids: Sequence[str],
+        namespace: str,
+        *,
+        until_s: float,
+        timing: ReadTiming | None = None,
+        may_refuse: bool = False,
     ) -> dict[str, Slots | Miss]:
         """Each document's slots, or why there are none.
 
@@ -56,6 +66,7 @@ class DocumentFetcher:
             namespace: whose they are.
             until_s: when to go on without what is not there yet, by the monotonic clock.
             timing: adds up verification of what this call read.
+            may_refuse: leave documents unread (``slower``) whose slots are expected to be sooner made than read.
         """
         if not ids:
             return {}
@@ -70,6 +81,8 @@ class DocumentFetcher:
                 found[doc_id] = row
             elif (parts := self._memory.get(namespace, row.content_hash)) is not None:
                 found[doc_id] = Slots(parts=parts, tier="memory")
+            elif may_refuse and (why := self._refusal(row)) is not None:
+                found[doc_id] = Miss(reason=SLOWER, detail=why)
             else:
                 to_read.append(row)
         flights = self._join(to_read, timing)
@@ -91,6 +104,11 @@ class DocumentFetcher:
             return self._store.lookup([doc_id], namespace=namespace)[doc_id]
         except (StoreError, StoreFormatError) as error:
             return Miss(reason=UNREACHABLE, detail=str(error))
+
+    def _refusal(self, row: IndexRow) -> str | None:
+        if self._store.is_on_disk(row):
+            return None
+        return self._gate.refusal(row.length, row.source_tokens)
 
     def _within(self, until_s: float, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T | Miss:
         try:
@@ -121,18 +139,31 @@ class DocumentFetcher:
         outcomes: dict[str, Slots | Miss] = dict.fromkeys(
             ids, Miss(reason=UNREACHABLE, detail="reading it failed")
         )
+        own = ReadTiming()
+        started_s = time.monotonic()
         try:
-            for doc_id, document in self._store.get(ids, namespace=namespace, timing=timing).items():
-                outcomes[doc_id] = document if isinstance(document, Miss) else self._kept(document)
+            read = self._store.get(ids, namespace=namespace, timing=own)
+            self._learn(read, own, time.monotonic() - started_s)
+            for doc_id, document in read.items():
+                tier: Tier = "disk" if doc_id in own.from_disk else "store"
+                outcomes[doc_id] = document if isinstance(document, Miss) else self._kept(document, tier)
         except (StoreError, StoreFormatError) as error:
             outcomes = dict.fromkeys(ids, Miss(reason=UNREACHABLE, detail=str(error)))
         finally:
             with self._lock:
                 for key in flights:
                     self._flying.pop(key)
+            if timing is not None:
+                timing.verify_s += own.verify_s
             for key, flight in flights.items():
                 flight.set_result(outcomes[key[1]])
 
-    def _kept(self, document: StoredDocument) -> Slots:
+    def _learn(self, read: dict[str, StoredDocument | Miss], timing: ReadTiming, taken_s: float) -> None:
+        """Tell the gate of a read that was the store's alone."""
+        sizes = [document.kv_bytes for document in read.values() if isinstance(document, StoredDocument)]
+        if len(sizes) == len(read) and not timing.from_disk:
+            self._gate.has_read(sum(sizes), taken_s)
+
+    def _kept(self, document: StoredDocument, tier: Tier) -> Slots:
         parts = self._memory.keep(document.namespace, document.content_hash, document.parts)
-        return Slots(parts=parts, tier="store")
+        return Slots(parts=parts, tier=tier)

@@ -52,7 +52,12 @@ def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple
         service.record = lambda: recorder.state(
             engine.stats(),
             memory_bytes={"slots": shared.memory.used_bytes, "prefixes": shared.prefixes.used_bytes},
-            evictions={"slots": shared.memory.evictions, "prefixes": shared.prefixes.evictions},
+            disk_bytes=0 if shared.disk is None else shared.disk.used_bytes,
+            evictions={
+                "slots": shared.memory.evictions,
+                "prefixes": shared.prefixes.evictions,
+                "disk": 0 if shared.disk is None else shared.disk.evictions,
+            },
             misses=service.integrity_failures(),
         )
     return service, engine

@@ -74,8 +74,11 @@ METRICS: dict[str, MetricSpec] = {
         description="Memory by use: running (contexts of running answers), slots, prefixes.",
         labels=("use",),
     ),
+    "c2kv_disk_bytes": MetricSpec(kind="gauge", description="Copies of records on the local disk."),
     "c2kv_evictions": MetricSpec(
-        kind="counter", description="Values dropped from memory for lack of room, by use.", labels=("use",)
+        kind="counter",
+        description="Values dropped for lack of room, by use: slots, prefixes, disk.",
+        labels=("use",),
     ),
 }
 """By name, without what Ray adds."""
@@ -149,6 +152,7 @@ class Recorder:
         stats: EngineStats,
         *,
         memory_bytes: Mapping[str, int],
+        disk_bytes: int,
         evictions: Mapping[str, int],
         misses: Mapping[str, int],
     ) -> None:
@@ -157,6 +161,7 @@ class Recorder:
         self._add("c2kv_queued_requests", stats.queued)
         for use, size in {"running": stats.running_bytes, **memory_bytes}.items():
             self._add("c2kv_memory_bytes", size, use=use)
+        self._add("c2kv_disk_bytes", disk_bytes)
         for use, count in evictions.items():
             self._add("c2kv_evictions", self._since("evictions", use, count), use=use)
         for reason, count in misses.items():

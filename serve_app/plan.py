@@ -8,9 +8,9 @@ from c2kv_core.document import CompressedDocument
 from c2kv_core.slots import slot_count
 from serve_app.answers import DocumentReport
 
-Tier = Literal["memory", "store", "extracted", "text", "skipped"]
+Tier = Literal["memory", "disk", "store", "extracted", "text", "skipped"]
 """Where a document's keys and values came from, the cheapest first."""
-CACHED_TIERS: tuple[Tier, ...] = ("memory", "store")
+CACHED_TIERS: tuple[Tier, ...] = ("memory", "disk", "store")
 """Tiers whose documents cost no model work."""
 
 Parts = tuple[CompressedDocument, ...]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from c2kv_core.errors import IdentityError
 from c2kv_core.identity import Identity
-from c2kv_core.store import KVStore, Served, served
+from c2kv_core.store import DiskTier, KVStore, Served, served
 from serve_app.config import ServeConfig
 
 _PATIENCE_S = 0.5
@@ -79,7 +79,7 @@ def _not_promoted(config: ServeConfig, entry: Served, have: list[str]) -> str:
     )
 
 
-def open_store(config: ServeConfig, identity: Identity) -> KVStore:
+def open_store(config: ServeConfig, identity: Identity, *, disk: DiskTier | None = None) -> KVStore:
     """The configured store under an identity.
 
     Raises:
@@ -87,5 +87,9 @@ def open_store(config: ServeConfig, identity: Identity) -> KVStore:
         StoreError: it cannot be read.
     """
     return KVStore.open(
-        config.store, identity=identity, index_refresh_s=config.index_refresh_s, patience_s=_PATIENCE_S
+        config.store,
+        identity=identity,
+        index_refresh_s=config.index_refresh_s,
+        patience_s=_PATIENCE_S,
+        disk=disk,
     )

@@ -81,6 +81,8 @@ class ChatService:
             for name, count in edition.store.counters.items():
                 if name.startswith("miss_"):
                     misses[name.removeprefix("miss_")] += count
+        if self._shared.disk is not None:
+            misses["disk_copy"] = self._shared.disk.damaged
         return {reason: count for reason, count in misses.items() if reason not in ABSENT}
 
     def close(self) -> None:
@@ -88,6 +90,8 @@ class ChatService:
         self.documents.close()
         self._editions.close()
         self._engine.close()
+        if self._shared.disk is not None:
+            self._shared.disk.close()
         self._shared.readers.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, request: AnyRequest) -> None:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from c2kv_core import hf_adapter
 from c2kv_core.compressor import Compressor
+from c2kv_core.store import DiskTier
 from serve_app.answering import Answerer
 from serve_app.byte_lru import ByteLru
 from serve_app.config import ServeConfig
 from serve_app.context_builder import ContextBuilder, Prefixes
+from serve_app.cost_gate import CostGate
 from serve_app.documents import DocumentResolver
 from serve_app.edition import Edition
 from serve_app.fetching import DocumentFetcher
@@ -27,6 +29,7 @@ class Shared:
     """Fast tokenizers refuse to be reconfigured while another thread encodes."""
     fitting: Fitting
     memory: SlotMemory
+    disk: DiskTier | None
     prefixes: Prefixes
     readers: ThreadPoolExecutor
     """Reads and tokenising stay off the event loop and off the model's thread."""
@@ -44,6 +47,13 @@ class Shared:
                 tokenizer_lock=lock,
             ),
             memory=SlotMemory(max_bytes=config.memory_cache_bytes),
+            disk=None
+            if config.disk_cache_dir is None
+            else DiskTier(
+                config.disk_cache_dir,
+                max_bytes=config.disk_cache_bytes,
+                max_age_s=config.disk_cache_max_age_s,
+            ),
             prefixes=ByteLru(config.prefix_cache_bytes),
             readers=ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="c2kv-fetch"),
         )
@@ -56,10 +66,13 @@ class Shared:
             StoreError: it cannot be read.
         """
         ((ratio, identity),) = compressor.identities.items()
-        store = open_store(self.config, identity)
+        store = open_store(self.config, identity, disk=self.disk)
+        gate = CostGate(factor=self.config.remake_factor)
         memory = self.memory.under(identity.fingerprint)
-        fetcher = DocumentFetcher(store=store, memory=memory, threads=self.config.fetch_threads)
-        contexts = ContextBuilder(compressor=compressor, ratio=ratio, memory=memory, prefixes=self.prefixes)
+        fetcher = DocumentFetcher(store=store, memory=memory, threads=self.config.fetch_threads, gate=gate)
+        contexts = ContextBuilder(
+            compressor=compressor, ratio=ratio, memory=memory, prefixes=self.prefixes, gate=gate
+        )
         resolver = DocumentResolver(
             compressor=compressor,
             fetcher=fetcher,

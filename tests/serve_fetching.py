@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from c2kv_core.store import KVStore, Miss
+from serve_app.cost_gate import CostGate
 from serve_app.fetching import DocumentFetcher
 from serve_app.plan import Slots
 from serve_app.slot_memory import SlotMemory
@@ -52,7 +53,9 @@ def gated(world: World) -> GatedStore:
 
 @pytest.fixture
 def fetcher(gated: GatedStore) -> Iterator[DocumentFetcher]:
-    made = DocumentFetcher(store=gated, memory=SlotMemory(max_bytes=2**30), threads=8)  # type: ignore[arg-type]
+    made = DocumentFetcher(
+        store=gated, memory=SlotMemory(max_bytes=2**30), threads=8, gate=CostGate(factor=0)
+    )  # type: ignore[arg-type]
     yield made
     gated.open.set()
     made.close()
@@ -106,13 +109,16 @@ def test_a_store_that_fails_is_told_of_document_by_document(tmp_path: Path) -> N
     store = KVStore.open(
         world.store, identity=world.open_store().identity, index_refresh_s=0.0, patience_s=0.1
     )
-    fetcher = DocumentFetcher(store=store, memory=memory, threads=4)
+    fetcher = DocumentFetcher(store=store, memory=memory, threads=4, gate=CostGate(factor=0))
     assert fetch(fetcher, ["oak"]) == {"oak": "store"}
     Path(world.store, "index").rename(tmp_path / "away")
     # What was known goes on being known: in memory, and in shards that can be read.
     assert fetch(fetcher, ["oak"]) == {"oak": "memory"}
     fresh = DocumentFetcher(
-        store=KVStore.open(world.store, identity=store.identity), memory=SlotMemory(max_bytes=0), threads=4
+        store=KVStore.open(world.store, identity=store.identity),
+        memory=SlotMemory(max_bytes=0),
+        threads=4,
+        gate=CostGate(factor=0),
     )
     assert fetch(fresh, ["oak"]) == {"oak": "unreachable"}
     assert isinstance(fresh.texts(["oak"], "default", until_s=time.monotonic() + LONG_S), dict)
@@ -186,7 +192,7 @@ def test_ten_thousand_fetches_with_evictions_and_failures_keep_memory_flat(tmp_p
     found = store.get(["oak", "birch"], namespace="default")
     room = max(f.kv_bytes for f in found.values() if not isinstance(f, Miss)) + 1000
     memory = SlotMemory(max_bytes=room)
-    fetcher = DocumentFetcher(store=store, memory=memory, threads=4)
+    fetcher = DocumentFetcher(store=store, memory=memory, threads=4, gate=CostGate(factor=0))
     draw, process = random.Random(0), psutil.Process()
 
     def run(count: int) -> int:

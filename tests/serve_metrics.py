@@ -70,7 +70,11 @@ def test_counts_of_the_replica_go_out_as_differences(world: World) -> None:
     service, engine = load_service(world.config(), recorder)
     for count in (2, 2, 5):
         recorder.state(
-            engine.stats(), memory_bytes={"slots": 7}, evictions={"slots": count}, misses={"truncated": count}
+            engine.stats(),
+            memory_bytes={"slots": 7},
+            disk_bytes=3,
+            evictions={"slots": count},
+            misses={"truncated": count},
         )
     service.close()
     assert kept.values["c2kv_evictions", "slots"] == [2, 0, 3]

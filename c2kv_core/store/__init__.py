@@ -2,6 +2,7 @@
 
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.codecs import CODECS, LayerShape, as_stored
+from c2kv_core.store.disk_tier import DiskTier
 from c2kv_core.store.gc import GcReport
 from c2kv_core.store.kvstore import KVStore
 from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION
@@ -19,6 +20,7 @@ __all__ = [
     "CODECS",
     "DEFAULT_BUCKETS",
     "FORMAT_VERSION",
+    "DiskTier",
     "GcReport",
     "IndexRow",
     "KVStore",

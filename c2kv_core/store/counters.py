@@ -3,6 +3,9 @@
 import threading
 from collections import Counter
 
+from c2kv_core.document import StoredDocument
+from c2kv_core.store.miss import Miss
+
 
 class Counters:
     """Thread-safe running counts since the store was opened."""
@@ -15,6 +18,15 @@ class Counters:
         """Raise one count."""
         with self._lock:
             self._counts[name] += amount
+
+    def count_read(self, outcome: StoredDocument | Miss) -> None:
+        """Raise ``hit`` and ``hit_bytes``, or ``miss`` and ``miss_<reason>``."""
+        if isinstance(outcome, Miss):
+            self.add("miss")
+            self.add(f"miss_{outcome.reason}")
+        else:
+            self.add("hit")
+            self.add("hit_bytes", outcome.kv_bytes)
 
     def snapshot(self) -> dict[str, int]:
         """All counts now. A name that never happened is absent."""

@@ -8,6 +8,7 @@ import pyarrow as pa
 from c2kv_core.document import StoredDocument
 from c2kv_core.identity import Identity
 from c2kv_core.store.decode import decode_record
+from c2kv_core.store.disk_tier import DiskTier
 from c2kv_core.store.failures import first_line
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.row import IndexRow
@@ -22,19 +23,36 @@ def fetch_document(storage: Storage, row: IndexRow, *, identity: Identity) -> St
 
 
 def fetch_documents(
-    storage: Storage, rows: Sequence[IndexRow], *, identity: Identity, timing: ReadTiming | None = None
+    storage: Storage,
+    rows: Sequence[IndexRow],
+    *,
+    identity: Identity,
+    timing: ReadTiming | None = None,
+    disk: DiskTier | None = None,
 ) -> list[StoredDocument | Miss]:
     """The document at each row's place, or why there is none. Never raises for what storage holds.
 
-    All are asked for at once, so that a remote store is waited for once; each is checked while others arrive.
+    All are asked for at once, so that a remote store is waited for once; each is checked while others arrive. Copies on
+    ``disk`` are read instead where they are sound, and made of what had to be fetched.
     """
-    ranges = [FileRange(path=row.shard, offset=row.offset, length=row.length) for row in rows]
+    timing = timing or ReadTiming()
     outcomes: dict[int, StoredDocument | Miss] = {}
-    for number, record in storage.stream_ranges(ranges):
+    if disk is not None:
         started_s = time.monotonic()
-        outcomes[number] = _outcome(record, rows[number], identity)
-        if timing is not None:
-            timing.verify_s += time.monotonic() - started_s
+        for number, row in enumerate(rows):
+            if (copy := disk.get(storage.uri, row, identity=identity)) is not None:
+                outcomes[number] = copy
+                timing.from_disk.add(row.doc_id)
+        timing.verify_s += time.monotonic() - started_s
+    wanted = [number for number in range(len(rows)) if number not in outcomes]
+    ranges = [FileRange(path=rows[n].shard, offset=rows[n].offset, length=rows[n].length) for n in wanted]
+    for place, record in storage.stream_ranges(ranges):
+        started_s = time.monotonic()
+        row = rows[wanted[place]]
+        outcome = outcomes[wanted[place]] = _outcome(record, row, identity)
+        timing.verify_s += time.monotonic() - started_s
+        if disk is not None and isinstance(outcome, StoredDocument) and isinstance(record, pa.Buffer):
+            disk.keep(storage.uri, row, record)
     return [outcomes[number] for number in range(len(rows))]
 
 

@@ -104,6 +104,19 @@ class Identities:
             f"{name} differs (stored {_show(nearest, name)}, opened {_show(opened, name)})" for name in names
         )
 
+    def explain_absence(self, opened: Identity, fingerprints: set[str], namespace: str) -> str | None:
+        """Why documents of these fingerprints are of no use to ``opened``; None when some are, or there are none.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        if not fingerprints or opened.fingerprint in fingerprints:
+            return None
+        return (
+            f"store holds documents of another model or setting in namespace {namespace!r}: "
+            f"{self.explain_difference(opened, fingerprints)}"
+        )
+
     def own_row(self, doc_id: str, rows: Sequence[IndexRow], opened: Identity) -> IndexRow | Miss:
         """The row that ``opened`` may read among those of one document, or why there is none.
 

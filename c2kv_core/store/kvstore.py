@@ -12,6 +12,7 @@ from c2kv_core.identity import Identity
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.counters import Counters
 from c2kv_core.store.creation import create_store
+from c2kv_core.store.disk_tier import DiskTier
 from c2kv_core.store.fetch import fetch_documents
 from c2kv_core.store.gc import DEFAULT_RETENTION_S, GcReport, collect_garbage
 from c2kv_core.store.identities import Identities, check_identity
@@ -41,9 +42,16 @@ class KVStore:
     """
 
     def __init__(
-        self, storage: Storage, manifest: Manifest, reader: IndexReader, *, identity: Identity | None
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        reader: IndexReader,
+        *,
+        identity: Identity | None,
+        disk: DiskTier | None = None,
     ) -> None:
         """Use ``KVStore.open``."""
+        self._disk = disk
         self._storage = storage
         self._buckets = manifest.buckets
         self._identity = identity
@@ -63,6 +71,7 @@ class KVStore:
         buckets: int = DEFAULT_BUCKETS,
         index_refresh_s: float = DEFAULT_REFRESH_S,
         patience_s: float | None = None,
+        disk: DiskTier | None = None,
     ) -> Self:
         """Open the store at a directory or a prefix of a bucket.
 
@@ -73,6 +82,7 @@ class KVStore:
             buckets: partitions of the index of a store made now; an existing store keeps its own.
             index_refresh_s: how old a reader's view of other processes' commits may be, in seconds.
             patience_s: seconds after which reading goes on with an older view if storage fails; None waits and raises.
+            disk: keeps copies of what is read from a remote store.
 
         Raises:
             InputError: a URI that cannot hold a store.
@@ -93,7 +103,7 @@ class KVStore:
         reader = IndexReader(
             Index(storage, buckets=manifest.buckets), refresh_s=index_refresh_s, patience_s=patience_s
         )
-        return cls(storage, manifest, reader, identity=identity)
+        return cls(storage, manifest, reader, identity=identity, disk=disk)
 
     @classmethod
     def find(cls, uri: str | os.PathLike[str], *, identity: Identity | None = None) -> Self | None:
@@ -224,8 +234,12 @@ class KVStore:
             self._reader.invalidate()
             outcomes |= self._fetch(lost, namespace, identity, timing)
         for outcome in outcomes.values():
-            self._count(outcome)
+            self._counters.count_read(outcome)
         return outcomes
+
+    def is_on_disk(self, row: IndexRow) -> bool:
+        """Whether a copy of a row's record is on the local disk."""
+        return self._disk is not None and self._disk.holds(self.uri, row)
 
     def delete(self, ids: Iterable[str], *, namespace: str) -> int:
         """Remove documents under every identity, and their texts; how many index rows went.
@@ -306,13 +320,8 @@ class KVStore:
             StoreError: the index cannot be read.
         """
         identity = self._required_identity("read slots")
-        fingerprints = {group.fingerprint for group in self.totals(namespace=check_namespace(namespace))}
-        if not fingerprints or identity.fingerprint in fingerprints:
-            return None
-        return (
-            f"store holds documents of another model or setting in namespace {namespace!r}: "
-            f"{self._identities.explain_difference(identity, fingerprints)}"
-        )
+        found = {group.fingerprint for group in self.totals(namespace=check_namespace(namespace))}
+        return self._identities.explain_absence(identity, found, namespace)
 
     def require_identity(self, namespace: str) -> None:
         """Refuse a namespace that holds documents, but only of other identities.
@@ -379,17 +388,11 @@ class KVStore:
     ) -> dict[str, StoredDocument | Miss]:
         found = self.lookup(ids, namespace=namespace)
         live = {doc_id: row for doc_id, row in found.items() if isinstance(row, IndexRow)}
-        fetched = fetch_documents(self._storage, list(live.values()), identity=identity, timing=timing)
+        fetched = fetch_documents(
+            self._storage, list(live.values()), identity=identity, timing=timing, disk=self._disk
+        )
         by_id = dict(zip(live, fetched, strict=True))
         return {doc_id: by_id[doc_id] if isinstance(row, IndexRow) else row for doc_id, row in found.items()}
-
-    def _count(self, outcome: StoredDocument | Miss) -> None:
-        if isinstance(outcome, Miss):
-            self._counters.add("miss")
-            self._counters.add(f"miss_{outcome.reason}")
-        else:
-            self._counters.add("hit")
-            self._counters.add("hit_bytes", outcome.kv_bytes)
 
     def _required_identity(self, doing: str) -> Identity:
         if self._identity is None:

@@ -14,6 +14,7 @@ MissReason = Literal[
     "wrong_geometry",  # shape, dtype or ratio unlike the opened identity's, or sizes that do not add up
     "damaged_metadata",  # metadata and layer checksums do not match the part's checksum
     "damaged_layer",  # KV bytes of a layer do not match their checksum
+    "slower",  # serving: making slots from the text was expected to be sooner than reading them
     "late",  # serving: the store did not deliver it in time
     "unreachable",  # serving: the store cannot be read
 ]
