@@ -7,7 +7,6 @@ them: of a path only its template is told.
 import json
 import logging
 import re
-import sys
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.answers import Usage
 from serve_app.caller import Caller
-from serve_app.errors import INTERNAL
 from serve_app.protocol import AnyRequest
 
 LOGGER_NAME = "c2kv.access"
@@ -143,9 +141,6 @@ class AccessLog:
         try:
             await self._app(scope, receive, noting)
         finally:
-            # Not those that only end a task, as cancellation does when the client leaves.
-            if isinstance(sys.exception(), Exception):
-                access.code = access.code or INTERNAL.code
             # The same mark as Serve's own lines, so that its enable_access_log turns off both.
             _logger.info("%s", access.line(_template(scope)), extra={"serve_access_log": True})
 

@@ -1,12 +1,13 @@
 """The HTTP API, over whatever makes the answers."""
 
+import re
 import time
 from typing import Any
 
 from fastapi import FastAPI, Request, Security
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPBearer
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from serve_app.access_log import AccessLog, access_of
@@ -34,21 +35,7 @@ from serve_app.responses import Account, Form, streamed, whole
 from serve_app.store_watch import StoreWatch
 from serve_app.text_completion import TextForm
 
-
-class _AnyText(Convertor[str]):
-    """What an id may be. Starlette's ``path`` ends at a line break."""
-
-    regex = "(?s:.*)"
-
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
-
-
-register_url_convertor("any", _AnyText())
-_DOCUMENT = "/v1/documents/{doc_id:any}"
+_DOCUMENT = "/v1/documents/{doc_id:path}"
 _KEYED = [Security(HTTPBearer(auto_error=False, description="A key of the key file."))]
 """Only for the OpenAPI page: ``Doorkeeper`` decides."""
 
@@ -190,6 +177,12 @@ def _add_documents(api: FastAPI, config: ServeConfig, client: GeneratorClient, d
     async def delete_document(request: Request, doc_id: str) -> Response:
         grant = door.admit(request, "write")
         return JSONResponse(await client.document("delete", grant.caller, doc_id))
+
+    for route in api.routes:
+        if isinstance(route, Route) and route.path == _DOCUMENT:
+            # Ids may hold line breaks. Not by a convertor of our own, which Serve's proxy, which knows routes by
+            # their templates, would not have.
+            route.path_regex = re.compile(route.path_regex.pattern, re.DOTALL)
 
 
 def _add_states(

@@ -1,5 +1,7 @@
 """Errors of routing and of the routes in OpenAI's form."""
 
+import logging
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -9,6 +11,8 @@ from starlette.routing import Match, Route
 
 from serve_app.access_log import access_of
 from serve_app.errors import INTERNAL, ApiError, Fault, bad_request
+
+logger = logging.getLogger(__name__)
 
 
 def add_error_handlers(api: FastAPI) -> None:
@@ -38,6 +42,7 @@ def add_error_handlers(api: FastAPI) -> None:
         return Response(status_code=400)  # to nobody
 
     async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("request %s failed", access_of(request).request_id, exc_info=error)
         return _error_response(request, INTERNAL)
 
     api.add_exception_handler(500, unexpected)

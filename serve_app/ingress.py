@@ -5,7 +5,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import TaskCancelledError
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.access_log import LOGGER_NAME
 from serve_app.api import create_api
@@ -26,7 +28,27 @@ class Ingress:
         """Called by Serve after ``__init__``."""
         client = HandleClient(self._generator, retry_after_s=self._config.retry_after_s)
         log_with_serve()
-        return create_api(self._config, client, StoreWatch(self._config.store), ids_echoed_outside=True)
+        api = create_api(self._config, client, StoreWatch(self._config.store), ids_echoed_outside=True)
+        api.add_middleware(Disconnects)
+        return api
+
+
+class Disconnects:
+    """Says in ASGI's words that a client has left, where Serve raises that its request was cancelled."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+
+        async def receiving() -> Message:
+            try:
+                return await receive()
+            except TaskCancelledError:
+                return {"type": "http.disconnect"}
+
+        await self._app(scope, receiving, send)
 
 
 class _ToServe(logging.Handler):

@@ -11,12 +11,14 @@ import httpx
 import pytest
 import ray
 from fastapi import FastAPI
+from ray.exceptions import TaskCancelledError
 
 from serve_app.access_log import LOGGER_NAME
 from serve_app.api import create_api
 from serve_app.caller import Caller
 from serve_app.errors import unavailable
 from serve_app.events import ReplicaEvent, error_event
+from serve_app.ingress import Disconnects
 from serve_app.launch import Running
 from serve_app.loading import load_service
 from serve_app.protocol import AnyRequest
@@ -159,7 +161,10 @@ def test_no_text_of_anybody_is_told(api: FastAPI, lines: list[logging.LogRecord]
     assert "secret" not in log and answer["choices"][0]["message"]["content"] not in log
 
 
-def test_a_stream_whose_client_left_is_told_as_such(api: FastAPI, lines: list[logging.LogRecord]) -> None:
+@pytest.mark.parametrize("by_serve", [False, True])
+def test_a_stream_whose_client_left_is_told_as_such(
+    api: FastAPI, lines: list[logging.LogRecord], by_serve: bool
+) -> None:
     body = json.dumps(ask_body(["oak"], stream=True, max_tokens=3900)).encode()
 
     async def leave() -> None:
@@ -170,13 +175,16 @@ def test_a_stream_whose_client_left_is_told_as_such(api: FastAPI, lines: list[lo
             if messages:
                 return messages.pop()
             await begun.wait()
+            if by_serve:  # now and then, after it has cancelled the request
+                raise TaskCancelledError
             return {"type": "http.disconnect"}
 
         async def take(message: Any) -> None:
             if message["type"] == "http.response.body":
                 begun.set()
 
-        await api(scope(), receive, take)
+        # Outside of the log here, inside of it in Serve: both come to the same for what is raised by ``receive``.
+        await Disconnects(api)(scope(), receive, take)
 
     asyncio.run(leave())
     line = told(lines)
