@@ -118,6 +118,11 @@ class ServeConfig(Config):
 
     memory_cache_bytes: int = Field(default=512 * 2**20, ge=0)
     """Host memory of a replica for slots of documents used before, in bytes; 0 turns this tier off."""
+    warm_up_documents: int = Field(default=0, ge=0)
+    """Documents that a fresh replica reads before it answers: those that others were asked for most in the last hour.
+    The replicas tell each other through ``hot/`` in the store, which they must be allowed to write. 0 turns it off."""
+    warm_up_s: float = Field(default=30.0, gt=0)
+    """Longest time a fresh replica spends on that, in seconds."""
     disk_cache_dir: str | None = None
     """Folder on a local disk for copies of what is read from a remote store; null keeps none. The replicas of a node
     may share it. Copies are checked like the original, and survive the replica."""

@@ -7,7 +7,6 @@ changes, answers that have begun end as they began, and none mixes slots of two 
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from c2kv_core.identity import Identity
 from c2kv_core.store import KVStore, Served, served
 from serve_app.answering import Answerer
 from serve_app.documents import DocumentResolver
+from serve_app.fetching import DocumentFetcher
 from serve_app.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class Edition:
     memory: SlotMemory
     resolver: DocumentResolver
     answerer: Answerer
-    close: Callable[[], None]
-    """Stops its threads."""
+    fetcher: DocumentFetcher
+    """That of the resolver."""
 
     @property
     def ratio(self) -> int:
@@ -111,7 +111,7 @@ class Editions:
     def close(self) -> None:
         """Stop looking, and the editions' threads."""
         for edition in self.all:
-            edition.close()
+            edition.fetcher.close()
         self._looks.shutdown(wait=False, cancel_futures=True)
 
     def _seen(self, namespace: str, look: "Future[Served | None]") -> None:

@@ -32,18 +32,28 @@ class DocumentFetcher:
     later requests, verified like all else; it lands in no request that has gone on without it.
     """
 
-    def __init__(self, *, store: KVStore, memory: SlotMemory, threads: int, gate: CostGate) -> None:
+    def __init__(
+        self,
+        *,
+        store: KVStore,
+        memory: SlotMemory,
+        threads: int,
+        gate: CostGate,
+        on_use: Callable[[str, str], None] = lambda namespace, doc_id: None,
+    ) -> None:
         """Start the threads.
 
         Args:
             store: opened under the served identity.
             memory: the tier before the store.
             gate: learns how fast the store is.
+            on_use: is told namespace and id of each document that was found.
             threads: reads at the same time; those that hang keep theirs until the store's client gives up.
         """
         self._store = store
         self._memory = memory
         self._gate = gate
+        self._on_use = on_use
         self._lock = threading.Lock()
         self._flying: dict[_Key, Future[Slots | Miss]] = {}
         # Apart, so that reads that hang do not hold up the look-ups of what is in memory.
@@ -77,6 +87,8 @@ class DocumentFetcher:
         to_read: list[IndexRow] = []
         for doc_id, one in asked.items():
             row = one.result() if one.done() else _NO_ANSWER
+            if not isinstance(row, Miss):
+                self._on_use(namespace, doc_id)
             if isinstance(row, Miss):
                 found[doc_id] = row
             elif (parts := self._memory.get(namespace, row.content_hash)) is not None:

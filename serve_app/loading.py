@@ -48,6 +48,8 @@ def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple
     )
     engine = _engine(config, compressor, editions, recorder)
     service = ChatService(config=config, editions=editions, engine=engine, shared=shared)
+    if (warm := service.warm_up()) > 0:
+        logger.info("%d documents that are wanted most are in memory", warm)
     if recorder is not None:
         service.record = lambda: recorder.state(
             engine.stats(),

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 from c2kv_core import hf_adapter
 from c2kv_core.errors import C2KVError, ContextLengthError
 from c2kv_core.sampling import SamplingParams
-from c2kv_core.store import ReadTiming
+from c2kv_core.store import Miss, ReadTiming
 from c2kv_core.store.miss import ABSENT
 from serve_app.caller import Caller
 from serve_app.config import ServeConfig
@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 _FETCH_SHARE = 0.5
 """Of the time left, at most, goes into waiting for the store."""
+
+_WARMED_AT_ONCE = 8
+"""Documents that a fresh replica reads together."""
 
 
 class ChatService:
@@ -74,6 +77,23 @@ class ChatService:
         except C2KVError as error:
             yield error_event(fault_of(error))
 
+    def warm_up(self) -> int:
+        """Read the documents that other replicas were asked for most; how many are in memory after it."""
+        if self._shared.hot is None:
+            return 0
+        until_s = time.monotonic() + self._config.warm_up_s
+        by_namespace: defaultdict[str, list[str]] = defaultdict(list)
+        for namespace, doc_id in self._shared.hot.most_wanted(self._config.warm_up_documents):
+            by_namespace[namespace].append(doc_id)
+        warm = 0
+        for namespace, ids in by_namespace.items():
+            fetcher = self._editions.of(namespace).fetcher
+            # A few at a time: all at once would hold the bytes of all before any is in its place.
+            for start in range(0, len(ids), _WARMED_AT_ONCE):
+                found = fetcher.slots(ids[start : start + _WARMED_AT_ONCE], namespace, until_s=until_s)
+                warm += sum(not isinstance(one, Miss) for one in found.values())
+        return warm
+
     def integrity_failures(self) -> dict[str, int]:
         """Records that failed a check since the start, by reason."""
         misses: Counter[str] = Counter()
@@ -90,6 +110,8 @@ class ChatService:
         self.documents.close()
         self._editions.close()
         self._engine.close()
+        if self._shared.hot is not None:
+            self._shared.hot.close()
         if self._shared.disk is not None:
             self._shared.disk.close()
         self._shared.readers.shutdown(wait=False, cancel_futures=True)

@@ -16,6 +16,7 @@ from serve_app.documents import DocumentResolver
 from serve_app.edition import Edition
 from serve_app.fetching import DocumentFetcher
 from serve_app.fitting import Fitting
+from serve_app.hot_documents import HotDocuments
 from serve_app.probe import open_store
 from serve_app.slot_memory import SlotMemory
 
@@ -30,6 +31,8 @@ class Shared:
     fitting: Fitting
     memory: SlotMemory
     disk: DiskTier | None
+    hot: HotDocuments | None
+    """What is asked for most; None where nobody wants to know."""
     prefixes: Prefixes
     readers: ThreadPoolExecutor
     """Reads and tokenising stay off the event loop and off the model's thread."""
@@ -54,6 +57,7 @@ class Shared:
                 max_bytes=config.disk_cache_bytes,
                 max_age_s=config.disk_cache_max_age_s,
             ),
+            hot=HotDocuments(config.store) if config.warm_up_documents else None,
             prefixes=ByteLru(config.prefix_cache_bytes),
             readers=ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="c2kv-fetch"),
         )
@@ -69,7 +73,13 @@ class Shared:
         store = open_store(self.config, identity, disk=self.disk)
         gate = CostGate(factor=self.config.remake_factor)
         memory = self.memory.under(identity.fingerprint)
-        fetcher = DocumentFetcher(store=store, memory=memory, threads=self.config.fetch_threads, gate=gate)
+        fetcher = DocumentFetcher(
+            store=store,
+            memory=memory,
+            threads=self.config.fetch_threads,
+            gate=gate,
+            on_use=_nobody_counts if self.hot is None else self.hot.used,
+        )
         contexts = ContextBuilder(
             compressor=compressor, ratio=ratio, memory=memory, prefixes=self.prefixes, gate=gate
         )
@@ -87,5 +97,9 @@ class Shared:
             memory=memory,
             resolver=resolver,
             answerer=Answerer(compressor, contexts, ratio=ratio),
-            close=fetcher.close,
+            fetcher=fetcher,
         )
+
+
+def _nobody_counts(namespace: str, doc_id: str) -> None:
+    pass

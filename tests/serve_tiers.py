@@ -11,6 +11,7 @@ from c2kv_core.store import DiskTier, KVStore, Miss, ReadTiming
 from serve_app import cost_gate
 from serve_app.cost_gate import CostGate
 from serve_app.fetching import DocumentFetcher
+from serve_app.hot_documents import HotDocuments
 from serve_app.loading import load_service
 from serve_app.slot_memory import SlotMemory
 from tests.core_store_kit import assert_same, make_document, make_identity
@@ -110,6 +111,7 @@ def test_the_least_recently_used_copies_go_first_and_old_ones_always(tmp_path: P
     tier.flush()
     assert tier.evictions == 1 and tier.used_bytes <= 3.5 * size
     assert read(near(uri, tier), ["doc-0"])[1] and not read(near(uri, tier), ["doc-1"])[1]
+    tier.flush()
     for path in records(folder):
         told = path.stat()
         os.utime(path, (told.st_atime, told.st_mtime - 100))
@@ -236,3 +238,50 @@ def test_a_document_in_memory_needs_no_gate(world: World) -> None:
     assert not isinstance(found["oak"], Miss)
     assert isinstance(found["long"], Miss) and found["long"].reason == "slower"
     fetcher.close()
+
+
+def test_a_fresh_replica_has_what_others_were_asked_for_most(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    config = world.config(warm_up_documents=2)
+    old, _ = load_service(config)
+    for doc_ids in (["oak"], ["oak", "birch"], ["birch", "ash"], ["oak", "nobody"]):
+        ask(old, doc_ids)
+    old.close()
+    fresh, _ = load_service(config)
+    assert {d["id"]: d["tier"] for d in ask(fresh, ["oak", "birch", "ash"]).documents} == {
+        "oak": "memory",
+        "birch": "memory",
+        "ash": "store",
+    }
+    # Lists that make no sense and documents that are gone are left out.
+    world.open_store().delete(["oak"], namespace="default")
+    (tmp_path / "store" / "hot" / "other.json").write_text("{")
+    other, _ = load_service(config)
+    assert [d["tier"] for d in ask(other, ["birch"]).documents] == ["memory"]
+    for one in (fresh, other):
+        one.close()
+
+
+def test_what_is_wanted_fades_and_a_store_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+    uri = str(tmp_path / "store")
+    filled(uri)
+    early, late = HotDocuments(uri), HotDocuments(uri)
+    for _ in range(10):
+        early.used("acme", "old")
+    for _ in range(12):
+        early._write()
+        early.used("acme", "new")
+        early.used("acme", "new")
+    early.close()
+    assert late.most_wanted(5) == [("acme", "new"), ("acme", "old")]
+    for path in (tmp_path / "store" / "hot").iterdir():
+        os.utime(path, (0, 0))
+    assert late.most_wanted(5) == []
+    late.used("acme", "x")
+    late.close()  # removes the old list
+    assert len(list((tmp_path / "store" / "hot").iterdir())) == 1
+    lost = HotDocuments(str(tmp_path / "nowhere"))
+    lost.used("acme", "x")
+    (tmp_path / "nowhere").write_text("a file")
+    lost.close()
+    assert lost.most_wanted(5) == []

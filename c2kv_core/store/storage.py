@@ -23,6 +23,7 @@ WRITTEN = (
     "leases/",
     "runs/",
     "served/",
+    "hot/",
     "store.json",
 )
 """What a store consists of: whatever else lies beside is not ours to touch."""
