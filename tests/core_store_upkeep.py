@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,18 @@ def test_serving_needs_no_permission_to_list_uploads(bucket: str, monkeypatch: p
     )
     assert_same(get_one(open_store(bucket), "a"), make_document("a"))
     assert json.loads(open_storage(bucket).get("store.json").to_pybytes())["buckets"] == 16
+
+
+def test_folders_go_with_their_last_file_and_writers_do_not_mind(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "root"))
+
+    def write_and_delete(writer: int) -> None:
+        for n in range(150):
+            path = f"a/b/c/{writer}-{n}"
+            storage.put(path, b"x") if n % 2 else storage.create(path, b"x")
+            assert storage.delete(path)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(write_and_delete, range(6)))
+    assert not (tmp_path / "root" / "a").exists()
+    assert (tmp_path / "root").exists()

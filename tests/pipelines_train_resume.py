@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -260,3 +262,57 @@ def test_a_killed_driver_goes_on_with_the_same_command(tmp_path: Path, model_dir
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert metrics(killed) == metrics(calm)
+
+
+def test_sigterm_saves_and_leaves(tmp_path: Path, model_dir: Path) -> None:
+    calm = train_config(tmp_path, model_dir, run="calm", checkpoint_every_steps=100)
+    config = calm.model_copy(update={"run": "ended"})
+    train(calm)
+
+    def end_after(progress: Progress) -> None:
+        if progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, progress=end_after)
+    assert signal.getsignal(signal.SIGTERM) is before
+    steps: list[int] = []
+    train(config, progress=lambda p: steps.append(p.step))
+    assert steps[0] == 2, "goes on from the step in which the signal came"
+    assert metrics(config) == metrics(calm)
+
+
+def train_without_space(config: TrainConfig, limit_bytes: int) -> None:
+    """Files may not grow beyond the limit: what a full disk is to a writer."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill_up(progress: Progress) -> None:
+        if progress.step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
+
+    with pytest.raises(TrainingError, match=r"^cannot .*$"):
+        train(config, progress=fill_up)
+    os._exit(0)
+
+
+def test_a_full_disk_is_one_line_and_costs_what_came_after_the_last_checkpoint(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    calm = train_config(tmp_path, model_dir, run="calm", checkpoint_every_steps=1)
+    config = calm.model_copy(update={"run": "full"})
+    train(calm)
+    process = get_context("spawn").Process(target=train_without_space, args=(config, 1000))
+    process.start()
+    process.join(timeout=240)
+    assert process.exitcode == 0
+    steps: list[int] = []
+    train(config, progress=lambda p: steps.append(p.step))
+    assert steps[0] == 2
+    assert metrics(config) == metrics(calm)
+
+
+def test_checkpoints_that_are_collected_leave_no_folders(tmp_path: Path, model_dir: Path) -> None:
+    config = train_config(tmp_path, model_dir, checkpoint_every_steps=1, keep_checkpoints=2)
+    train(config)
+    assert len(list((Path(config.output) / config.run / "checkpoints").iterdir())) == 2

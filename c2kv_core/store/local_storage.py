@@ -3,7 +3,7 @@
 import errno
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -11,6 +11,8 @@ import pyarrow as pa
 
 from c2kv_core.errors import InputError
 from c2kv_core.store.storage import TEMPORARY, FileRange, StoredFile
+
+_FOLDER_ATTEMPTS = 20
 
 
 class LocalStorage:
@@ -68,8 +70,7 @@ class LocalStorage:
         target = self._resolve(path)
         temporary = self._write_temporary(data)
         try:
-            _make_folder(target.parent)
-            os.replace(temporary, target)
+            _into_folder(os.replace, temporary, target)
             _fsync(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
@@ -80,8 +81,7 @@ class LocalStorage:
             return False
         temporary = self._write_temporary(data)
         try:
-            _make_folder(target.parent)
-            os.link(temporary, target)  # unlike rename, fails when the target exists
+            _into_folder(os.link, temporary, target)  # unlike rename, fails when the target exists
             _fsync(target.parent)
         except FileExistsError:
             return False
@@ -108,6 +108,12 @@ class LocalStorage:
         except FileNotFoundError:
             return False
         _fsync(file.parent)
+        # Folders are nothing to a store, as in a bucket; those that others put files into are not empty.
+        with suppress(OSError):
+            for folder in file.parents:
+                if not folder.is_relative_to(self._root) or folder == self._root:
+                    break
+                folder.rmdir()
         return True
 
     def exists(self, path: str) -> bool:
@@ -139,6 +145,18 @@ class LocalStorage:
             temporary.unlink(missing_ok=True)
             raise
         return temporary
+
+
+def _into_folder(move: Callable[[Path, Path], None], temporary: Path, target: Path) -> None:
+    """Move a file to where a deletion may take the folder away while it is still empty."""
+    for attempts_left in reversed(range(_FOLDER_ATTEMPTS)):
+        _make_folder(target.parent)
+        try:
+            move(temporary, target)
+            break
+        except FileNotFoundError:
+            if not attempts_left or not temporary.exists():
+                raise
 
 
 def _make_folder(folder: Path) -> None:

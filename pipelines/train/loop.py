@@ -56,6 +56,7 @@ def train_worker(
     device: torch.device | None = None,
     shard: Callable[[PreTrainedModel], None] | None = None,
     progress: OnProgress | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train until the last step; the leader writes all files.
 
@@ -66,8 +67,10 @@ def train_worker(
         device: overrides the configuration's.
         shard: spreads the base over the workers.
         progress: called after every step.
+        stop: asked after every step whether to save a checkpoint and leave; only for a single worker.
 
     Raises:
+        KeyboardInterrupt: told to stop; the checkpoint is written.
         InputError: model, data or sidecar cannot be used.
         TrainingError: non-finite loss, a later attempt has taken over, or the storage failed.
     """
@@ -84,6 +87,9 @@ def train_worker(
     while run.state.step < config.steps:
         record = run.step()
         run.follow(progress, record)
+        if stop() and run.state.step < config.steps:
+            run.save()
+            raise KeyboardInterrupt
     run.finish()
 
 
@@ -145,7 +151,7 @@ class _Run:
         if self.dev and (last or record.step % self.config.eval_every_steps == 0):
             self._evaluate()
         if last or record.step % self.config.checkpoint_every_steps == 0:
-            self._save()
+            self.save()
         return record
 
     def _evaluate(self) -> None:
@@ -159,7 +165,8 @@ class _Run:
                 save_best(self.folder, path, dict(self.trainer.weights.named))
             self.state.best = Best(step=record.step, score=record.score, path=path)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a checkpoint, and what is shown of the run."""
         if not self.world.leads:
             return
         self.records.save()

@@ -3,7 +3,12 @@
 python -m pipelines.train --config FILE.yaml key=value ...
 """
 
+import signal
+import threading
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from c2kv_core.errors import TrainingError
@@ -17,7 +22,10 @@ from pipelines.train.world import World
 def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[str, Any]:
     """Train a sidecar, or go on where the run of this name stopped; a finished run is reported again.
 
+    In this process SIGTERM, which machines get before they are taken away, ends the step and saves it.
+
     Raises:
+        KeyboardInterrupt: SIGTERM came.
         InputError: a subclass that says what is wrong with configuration, data, model or sidecar.
         TrainingError: the run cannot go on; what it has saved stays.
     """
@@ -33,8 +41,27 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
 
         train_on_ray(config, owner=owner, progress=progress)
     else:
-        train_worker(config, World(), owner=owner, progress=progress)
+        with _told_to_stop() as stop:
+            train_worker(config, World(), owner=owner, progress=progress, stop=stop)
     report: dict[str, Any] | None = folder.get_json(REPORT)
     if report is None:
         raise TrainingError("the run ended without a report; this is a fault of the job")
     return report
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[Callable[[], bool]]:
+    """Inside, SIGTERM only makes what this gives true; outside the main thread, signals are not ours."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told.is_set
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.set()
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield told.is_set
+    finally:
+        signal.signal(signal.SIGTERM, before)
