@@ -71,7 +71,6 @@ class LocalStorage:
         temporary = self._write_temporary(data)
         try:
             _into_folder(os.replace, temporary, target)
-            _fsync(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -82,7 +81,6 @@ class LocalStorage:
         temporary = self._write_temporary(data)
         try:
             _into_folder(os.link, temporary, target)  # unlike rename, fails when the target exists
-            _fsync(target.parent)
         except FileExistsError:
             return False
         finally:
@@ -107,11 +105,11 @@ class LocalStorage:
             file.unlink()
         except FileNotFoundError:
             return False
-        _fsync(file.parent)
         # Folders are nothing to a store, as in a bucket; those that others put files into are not empty.
         with suppress(OSError):
+            _fsync(file.parent)
             for folder in file.parents:
-                if not folder.is_relative_to(self._root) or folder == self._root:
+                if folder in (self._root, self._root / TEMPORARY):
                     break
                 folder.rmdir()
         return True
@@ -148,11 +146,13 @@ class LocalStorage:
 
 
 def _into_folder(move: Callable[[Path, Path], None], temporary: Path, target: Path) -> None:
-    """Move a file to where a deletion may take the folder away while it is still empty."""
+    """Move a file, durably, to where a deletion may take the folder away while it is still empty."""
     for attempts_left in reversed(range(_FOLDER_ATTEMPTS)):
-        _make_folder(target.parent)
         try:
+            _make_folder(target.parent)
             move(temporary, target)
+            with suppress(FileNotFoundError):  # the file was deleted already, and its folder with it
+                _fsync(target.parent)
             break
         except FileNotFoundError:
             if not attempts_left or not temporary.exists():
