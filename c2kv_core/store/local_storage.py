@@ -106,8 +106,9 @@ class LocalStorage:
         except FileNotFoundError:
             return False
         # Folders are nothing to a store, as in a bucket; those that others put files into are not empty.
-        with suppress(OSError):
+        with suppress(FileNotFoundError):
             _fsync(file.parent)
+        with suppress(OSError):
             for folder in file.parents:
                 if folder in (self._root, self._root / TEMPORARY):
                     break
@@ -164,7 +165,11 @@ def _make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if folder.exists() and not folder.is_dir():  # else somebody else made it, or has removed it again
+            raise
     _fsync(folder.parent)
 
 
