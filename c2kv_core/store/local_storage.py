@@ -168,7 +168,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir()
     except FileExistsError:
-        if folder.exists() and not folder.is_dir():  # else somebody else made it, or has removed it again
+        if folder.is_file():  # else somebody else has made the folder, and perhaps removed it again
             raise
     _fsync(folder.parent)
 
