@@ -8,7 +8,7 @@ import pytest
 from c2kv_core.text import ChatRenderer, document_content, document_parts
 from pipelines.extract import extract
 from pipelines.extract_config import ExtractConfig
-from pipelines.plan import corpus_documents, plan_extraction
+from pipelines.plan import Stored, corpus_documents, plan_extraction
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 DATA_DIR = Path(os.environ.get("C2KV_DATA_DIR", Path(__file__).parents[2] / "shared" / "data"))
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_every_document_is_planned() -> None:
-    plan = plan_extraction(CORPUS, {4: {}})
-    assert (plan.documents, len(plan.pending), plan.unchanged, plan.empty) == (DOCUMENTS, DOCUMENTS, 0, ())
+    plan = plan_extraction(CORPUS, {4: Stored.of(())})
+    assert (plan.documents, len(plan.pending), plan.unchanged, plan.empty) == (DOCUMENTS, DOCUMENTS, 0, 0)
 
 
 def test_parts_of_real_documents_keep_every_word_and_the_limit() -> None:

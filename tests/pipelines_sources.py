@@ -13,7 +13,8 @@ import pytest
 from c2kv_core import SourceDocument
 from c2kv_core.errors import CorpusError
 from c2kv_core.text import content_hash
-from pipelines.plan import corpus_documents, plan_extraction
+from pipelines.corpus.scan import digest_of
+from pipelines.plan import Stored, corpus_documents, plan_extraction
 
 ROWS = [
     {"id": "a/1", "title": "Ash", "text": "The ash has grey bark."},
@@ -21,6 +22,11 @@ ROWS = [
     {"id": "c", "text": "No title key."},
 ]
 EXPECTED = [SourceDocument(str(r["id"]), str(r.get("title") or ""), str(r["text"])) for r in ROWS]
+
+
+def held(hashes: dict[str, str]) -> Stored:
+    """What a store holds, by id."""
+    return Stored.of((doc_id, digest_of(content)) for doc_id, content in hashes.items())
 
 
 def write_jsonl(file: Path, rows: list[object]) -> Path:
@@ -101,7 +107,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     [
         (lambda p: p / "absent", "found nothing"),
         (lambda p: (p / "empty").mkdir() or p / "empty", "found none"),
-        (lambda p: (p / "x.csv").write_text("a") and p / "x.csv", "expected a file ending in"),
+        (lambda p: (p / "x.pdf").write_text("a") and p / "x.pdf", "expected a file ending in"),
     ],
 )
 def test_no_corpus_says_what_is_accepted(tmp_path: Path, make: object, message: str) -> None:
@@ -119,10 +125,23 @@ def test_plan_tells_new_changed_unchanged_and_empty_apart(tmp_path: Path) -> Non
     rows = [*ROWS, {"id": "blank", "text": " \n\t"}]
     file = write_jsonl(tmp_path / "corpus.jsonl", list(rows))
     ash = content_hash("Ash", "The ash has grey bark.")
-    stored = {4: {"a/1": ash, "ü": "another content"}, 8: {"a/1": ash, "ü": content_hash(*EXPECTED[1][1:])}}
+    other = content_hash("", "another content")
+    stored = {
+        4: held({"a/1": ash, "ü": other}),
+        8: held({"a/1": ash, "ü": content_hash(*EXPECTED[1][1:])}),
+    }
     plan = plan_extraction(file, stored)
-    assert dict(plan.pending) == {"ü": (4,), "c": (4, 8)}
-    assert (plan.unchanged, plan.empty, plan.documents) == (1, ("blank",), 4)
+    assert {i: plan.pending.ratios_of(i) for i in ("a/1", "ü", "c", "blank", "never")} == {
+        "a/1": (),
+        "ü": (4,),
+        "c": (4, 8),
+        "blank": (),
+        "never": (),
+    }
+    assert (len(plan.pending), plan.new, plan.changed) == (2, 1, 1)
+    assert (plan.unchanged, plan.empty, plan.empty_ids, plan.documents) == (1, 1, ("blank",), 4)
+    only_new = plan_extraction(file, stored, only_new=True)
+    assert only_new.pending.ratios_of("ü") == () and only_new.pending.ratios_of("c") == (4, 8)
 
 
 def test_duplicate_ids_are_refused_over_files(tmp_path: Path) -> None:
@@ -138,7 +157,7 @@ def test_duplicate_ids_are_refused_over_files(tmp_path: Path) -> None:
 def test_a_corpus_without_documents_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(CorpusError, match="found none"):
-        plan_extraction(tmp_path / "empty.jsonl", {4: {}})
+        plan_extraction(tmp_path / "empty.jsonl", {4: held({})})
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Compressed documents on disk: written once, published by one commit, verified on every read."""
 
+from c2kv_core.store.attempts import Attempt, Attempts
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.codecs import CODECS, LayerShape, as_stored
+from c2kv_core.store.dead_letters import DeadLetter, DeadLetters, FailureKind, dead_letter
 from c2kv_core.store.gc import GcReport
 from c2kv_core.store.kvstore import KVStore
-from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION
+from c2kv_core.store.ledger import Ledger
+from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION, require_store
 from c2kv_core.store.miss import Miss, MissReason
 from c2kv_core.store.names import check_namespace
 from c2kv_core.store.row import IndexRow
@@ -18,10 +21,16 @@ __all__ = [
     "CODECS",
     "DEFAULT_BUCKETS",
     "FORMAT_VERSION",
+    "Attempt",
+    "Attempts",
+    "DeadLetter",
+    "DeadLetters",
+    "FailureKind",
     "GcReport",
     "IndexRow",
     "KVStore",
     "LayerShape",
+    "Ledger",
     "Miss",
     "MissReason",
     "Problem",
@@ -33,5 +42,7 @@ __all__ = [
     "VerifyReport",
     "as_stored",
     "check_namespace",
+    "dead_letter",
     "open_storage",
+    "require_store",
 ]
