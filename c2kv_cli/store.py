@@ -10,7 +10,7 @@ from rich.table import Table
 from c2kv_cli.options import AsJson, print_json
 from c2kv_core.errors import InputError, StoreError
 from c2kv_core.identity import Identity
-from c2kv_core.store import GcReport, IndexRow, KVStore, Totals
+from c2kv_core.store import GcReport, IndexRow, KVStore, Totals, history, promote
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
@@ -65,6 +65,48 @@ def ls(
             f"{g['bytes_per_source_token']:,.0f}",
         )
     Console().print(table)
+
+
+@app.command("served")
+def served(
+    uri: Uri,
+    namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
+    as_json: AsJson = False,
+) -> None:
+    """What was made the served fingerprint of a namespace, when, by whom and why; the last one counts."""
+    entries = history(uri, namespace)
+    if as_json:
+        print_json({"uri": uri, "namespace": namespace, "history": [asdict(entry) for entry in entries]})
+        return
+    if not entries:
+        typer.echo(f"nothing was promoted in {namespace!r}: servers go by their own configuration")
+    for entry in entries:
+        typer.echo(f"{entry.version}\t{entry.fingerprint[:12]}\t{entry.at}\t{entry.by}\t{entry.reason}")
+
+
+@app.command("promote")
+def promote_fingerprint(
+    uri: Uri,
+    fingerprint: Annotated[str, typer.Argument(help="Fingerprint, or its beginning.")],
+    namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
+    reason: Annotated[str, typer.Option(help="For the history.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a fingerprint the one that servers of a namespace go over to, without a restart."""
+    groups = KVStore.open(uri).totals(namespace=namespace)
+    matching = sorted({g.fingerprint for g in groups if g.fingerprint.startswith(fingerprint)})
+    if len(matching) != 1:
+        raise InputError(
+            f"expected the beginning of one fingerprint of namespace {namespace!r}, {fingerprint!r} is that of "
+            f"{len(matching)}; `c2kv store ls {uri}` lists them"
+        )
+    entry = promote(uri, namespace, matching[0], reason=reason)
+    if as_json:
+        print_json(asdict(entry))
+    else:
+        typer.echo(
+            f"{namespace!r} is served by {entry.fingerprint[:12]} since {entry.at} (version {entry.version})"
+        )
 
 
 @app.command("show")

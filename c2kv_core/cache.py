@@ -57,7 +57,7 @@ class AppendCache:
 
 
 class DecodeCache:
-    """A copy of a context with room for ``extra_tokens`` more, filled in place."""
+    """A copy of a context with room for ``extra_tokens`` more entries, filled in place."""
 
     def __init__(self, context: ContextCache, *, extra_tokens: int) -> None:
         used, capacity = context.num_entries, context.num_entries + extra_tokens

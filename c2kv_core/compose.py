@@ -3,7 +3,7 @@
 Shape legend: L layers, K kv heads, S entries, M slots, T new tokens, H head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,19 +105,42 @@ def compose(
         if prefix is None:
             raise InputError("expected a prefix or at least one document to compose, got neither")
         return prefix
-    check_geometry(model, documents)
-    positions, cursor = _place(documents, prefix.next_position if prefix else 0)
-    check_positions(model, cursor)
-    keys_LKSH, values_LKSH = _gather(model, documents)
-    angles = hf_adapter.rotation(model, positions[None].to(model.device))
-    keys_LKSH = hf_adapter.rotate(keys_LKSH, angles)
-    keys = [k[None] for k in keys_LKSH]
-    values = [v[None] for v in values_LKSH]
+    layers, cursor = rotated_layers(model, documents, prefix.next_position if prefix else 0)
+    keys, values = zip(*layers, strict=True)
     if prefix is not None:
-        keys = [torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.keys, keys, strict=True)]
-        values = [torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.values, values, strict=True)]
-    cache = ContextCache(keys=tuple(keys), values=tuple(values))
-    return ComposedContext(cache=cache, next_position=cursor)
+        keys = tuple(torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.keys, keys, strict=True))
+        values = tuple(
+            torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.values, values, strict=True)
+        )
+    return ComposedContext(cache=ContextCache(keys=keys, values=values), next_position=cursor)
+
+
+def rotated_layers(
+    model: PreTrainedModel, documents: Sequence[CompressedDocument], cursor: int
+) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
+    """Each layer's keys (1, K, S, H), rotated to their places from ``cursor`` on, and values; the cursor after them.
+
+    One layer at a time, so that whoever copies them into a cache of its own needs no second copy of all.
+
+    Raises:
+        InputError: a document of another geometry.
+        ContextLengthError: more positions than the model has.
+    """
+    check_geometry(model, documents)
+    positions, end = _place(documents, cursor)
+    check_positions(model, end)
+    angles = hf_adapter.rotation(model, positions[None].to(model.device))
+    moved = [(d.keys.to(model.device), d.values.to(model.device)) for d in documents]
+    return _rotated(model, moved, angles), end
+
+
+def _rotated(
+    model: PreTrainedModel, documents: Sequence[tuple[Tensor, Tensor]], angles: hf_adapter.Rotation
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for layer in range(len(documents[0][0])):
+        keys_1KSH = torch.cat([keys[layer].to(model.dtype) for keys, _ in documents], dim=1)[None]
+        values_1KSH = torch.cat([values[layer].to(model.dtype) for _, values in documents], dim=1)[None]
+        yield hf_adapter.rotate(keys_1KSH, angles), values_1KSH
 
 
 def _place(documents: Sequence[CompressedDocument], cursor: int) -> tuple[Tensor, int]:
@@ -127,13 +150,6 @@ def _place(documents: Sequence[CompressedDocument], cursor: int) -> tuple[Tensor
         places.append(document.slot_positions + cursor)
         cursor += document.num_tokens
     return torch.cat(places), cursor
-
-
-def _gather(model: PreTrainedModel, documents: Sequence[CompressedDocument]) -> tuple[Tensor, Tensor]:
-    device, dtype = model.device, model.dtype
-    keys = torch.cat([d.keys.to(device, dtype) for d in documents], dim=2)
-    values = torch.cat([d.values.to(device, dtype) for d in documents], dim=2)
-    return keys, values
 
 
 def check_geometry(model: PreTrainedModel, documents: Sequence[CompressedDocument]) -> None:

@@ -1,13 +1,16 @@
-"""One decode step of several answers at once, each over a context of its own length.
+"""One step of several answers at once, each over a context of its own length and with tokens of its own number.
 
-The layers' projections and MLPs run over all answers as one batch; attention runs answer by answer, over exactly the
-entries that answer has. So nothing is padded, answers join and leave between any two steps without a copy, and the
-weights, which bound a single answer's speed, are read once a step for all.
+The layers' projections and MLPs run over the tokens of all answers as one batch; attention runs answer by answer, over
+exactly the entries that answer has. So nothing is padded, answers join and leave between any two steps without a copy,
+the weights, which bound a single answer's speed, are read once a step for all, and a question that is being read
+(many tokens) costs answers that are being decoded (one token each) little.
 
-Shape legend: B answers, D hidden, Q query heads, K kv heads, S entries of one answer, H head dim, V vocabulary.
+Shape legend: B answers, N tokens of all answers, T tokens of one, D hidden, Q query heads, K kv heads, S entries of one
+answer, H head dim, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,54 +21,94 @@ from c2kv_core import hf_adapter
 from c2kv_core.generate import Decoder
 
 
-@torch.no_grad()
-def step_together(model: PreTrainedModel, decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
-    """Logits (B, V) of the token after ``tokens[i]`` in answer i.
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """One answer's part of a step."""
 
-    Equals ``decoders[i].step(tokens[i])`` up to the rounding of matrix products of another shape. After an error
-    every answer can go on as from before.
+    decoder: Decoder
+    tokens: slice
+    """Its places among all tokens."""
+    mask_TS: Tensor | None
+    """Added to attention scores, of the model's dtype; None for one token, which sees all."""
+
+
+@torch.no_grad()
+def step_together(
+    model: PreTrainedModel, decoders: Sequence[Decoder], ids: Sequence[Sequence[int]]
+) -> Tensor:
+    """Logits (B, V) of the token after the last of ``ids[i]`` in answer i.
+
+    Equals feeding ``ids[i]`` to ``decoders[i]`` alone up to the rounding of matrix products of another shape. After an
+    error every answer can go on as from before.
 
     Args:
         model: the base that all decoders answer with.
-        decoders: different answers whose questions are prefilled.
-        tokens: the last token drawn of each.
+        decoders: different answers.
+        ids: of each, a chunk of its question, or the last token drawn.
     """
     device = model.device
-    ids_1B = torch.tensor([list(tokens)], device=device)
-    positions_1B = torch.tensor([[decoder.position for decoder in decoders]], device=device)
-    hidden_1BD = hf_adapter.embed(model, ids_1B)
-    angles = hf_adapter.rotation(model, positions_1B)
+    ids_1N = torch.tensor([[token for some in ids for token in some]], device=device)
+    positions_1N = torch.cat(
+        [torch.arange(d.position, d.position + len(i)) for d, i in zip(decoders, ids, strict=True)]
+    )[None].to(device)
+    shares = _shares(model, decoders, ids)
+    hidden_1ND = hf_adapter.embed(model, ids_1N)
+    angles = hf_adapter.rotation(model, positions_1N)
     for decoder in decoders:
         decoder.rewind()
     for index, layer in enumerate(hf_adapter.decoder_layers(model)):
-        hidden_1BD = _layer(layer, index, hidden_1BD, angles, decoders)
-    logits_BV = hf_adapter.logits(model, hf_adapter.final_norm(model, hidden_1BD)[0])
-    for decoder in decoders:
-        decoder.advance(1)
+        hidden_1ND = _layer(layer, index, hidden_1ND, angles, shares)
+    last_BD = hidden_1ND[0, [share.tokens.stop - 1 for share in shares]]
+    logits_BV = hf_adapter.logits(model, hf_adapter.final_norm(model, last_BD))
+    for decoder, some in zip(decoders, ids, strict=True):
+        decoder.advance(len(some))
     return logits_BV
+
+
+def _shares(
+    model: PreTrainedModel, decoders: Sequence[Decoder], ids: Sequence[Sequence[int]]
+) -> list[_Share]:
+    shares = []
+    start = 0
+    for decoder, some in zip(decoders, ids, strict=True):
+        mask_TS = None
+        if (count := len(some)) > 1:
+            past = decoder.entries
+            hidden = torch.ones(count, past + count, dtype=torch.bool, device=model.device).triu(past + 1)
+            # As a tensor to add once a step: attention would otherwise make one in every layer.
+            mask_TS = torch.zeros_like(hidden, dtype=model.dtype).masked_fill_(hidden, float("-inf"))
+        shares.append(_Share(decoder=decoder, tokens=slice(start, start + count), mask_TS=mask_TS))
+        start += count
+    return shares
 
 
 def _layer(
     layer: hf_adapter.StockLayer,
     index: int,
-    hidden_1BD: Tensor,
+    hidden_1ND: Tensor,
     angles: hf_adapter.Rotation,
-    decoders: Sequence[Decoder],
+    shares: Sequence[_Share],
 ) -> Tensor:
     attention = layer.self_attn
-    normed_1BD = layer.input_layernorm(hidden_1BD)
-    q_1QBH = hf_adapter.rotate(hf_adapter.project_heads(attention, "q", attention.q_proj(normed_1BD)), angles)
-    k_1KBH = hf_adapter.rotate(hf_adapter.project_heads(attention, "k", attention.k_proj(normed_1BD)), angles)
-    v_1KBH = hf_adapter.project_heads(attention, "v", attention.v_proj(normed_1BD))
+    normed_1ND = layer.input_layernorm(hidden_1ND)
+    q_1QNH = hf_adapter.rotate(hf_adapter.project_heads(attention, "q", attention.q_proj(normed_1ND)), angles)
+    k_1KNH = hf_adapter.rotate(hf_adapter.project_heads(attention, "k", attention.k_proj(normed_1ND)), angles)
+    v_1KNH = hf_adapter.project_heads(attention, "v", attention.v_proj(normed_1ND))
     scale = hf_adapter.attention_scale(attention)
     attended = []
-    for place, decoder in enumerate(decoders):
-        one = slice(place, place + 1)
-        keys_1KSH, values_1KSH = decoder.cache.update(k_1KBH[:, :, one], v_1KBH[:, :, one], index)
+    for share in shares:
+        keys_1KSH, values_1KSH = share.decoder.cache.update(
+            k_1KNH[:, :, share.tokens], v_1KNH[:, :, share.tokens], index
+        )
         attended.append(
             scaled_dot_product_attention(
-                q_1QBH[:, :, one], keys_1KSH, values_1KSH, scale=scale, enable_gqa=True
+                q_1QNH[:, :, share.tokens],
+                keys_1KSH,
+                values_1KSH,
+                attn_mask=share.mask_TS,
+                scale=scale,
+                enable_gqa=True,
             )
         )
-    attended_1BQH = torch.cat(attended, dim=2).transpose(1, 2)
-    return hf_adapter.finish_layer(layer, hidden_1BD, attended_1BQH.flatten(2))
+    attended_1NQH = torch.cat(attended, dim=2).transpose(1, 2)
+    return hf_adapter.finish_layer(layer, hidden_1ND, attended_1NQH.flatten(2))

@@ -1,6 +1,5 @@
 """Answer token ids over a composed context, one at a time, by the pure base model."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,13 +8,24 @@ from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
 from c2kv_core.cache import ContextCache, DecodeCache
-from c2kv_core.compose import PREFILL_CHUNK_TOKENS, ComposedContext, check_ids, check_positions, token_states
+from c2kv_core.compose import (
+    PREFILL_CHUNK_TOKENS,
+    ComposedContext,
+    check_ids,
+    check_positions,
+    rotated_layers,
+    token_states,
+)
+from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import InputError
 from c2kv_core.sampling import Sampler, SamplingParams
 
 
 class Decoder:
-    """The state of one answer: question prefilled once, then a token a step. The context is copied, not changed."""
+    """The state of one answer: documents placed, question prefilled once, then a token a step.
+
+    The context it starts from is copied, not changed.
+    """
 
     def __init__(
         self,
@@ -24,8 +34,19 @@ class Decoder:
         question_ids: Sequence[int],
         *,
         max_new_tokens: int,
+        more_entries: int = 0,
+        more_positions: int = 0,
     ) -> None:
         """Reserve room for question and answer.
+
+        Args:
+            model: the frozen base.
+            context: what stands before all else; None at the start.
+            question_ids: question and assistant header, at least one token.
+            max_new_tokens: most tokens of the answer.
+            more_entries: keys and values a layer of what is placed between context and question, by ``place`` or as
+                ordinary tokens.
+            more_positions: its source tokens.
 
         Raises:
             InputError: no question token, one without an embedding, or a limit below 1.
@@ -37,36 +58,55 @@ class Decoder:
         if max_new_tokens < 1:
             raise InputError(f"expected max_new_tokens of 1 or more, got {max_new_tokens}")
         self._model = model
-        self._question = deque(
-            question_ids[start : start + PREFILL_CHUNK_TOKENS]
+        self.question_chunks = tuple(
+            tuple(question_ids[start : start + PREFILL_CHUNK_TOKENS])
             for start in range(0, len(question_ids), PREFILL_CHUNK_TOKENS)
         )
+        """The question in pieces, to be read in this order before the first ``step``."""
         self.position = context.next_position if context else 0
         """Of the token that comes next."""
         # The last token drawn is never fed back, so it needs no position.
-        check_positions(model, self.position + len(question_ids) + max_new_tokens - 1)
+        own = len(question_ids) + max_new_tokens - 1
+        check_positions(model, self.position + more_positions + own)
         cache = context.cache if context else _empty_cache(model)
         self._entries = cache.num_entries
-        self.cache = DecodeCache(cache, extra_tokens=len(question_ids) + max_new_tokens - 1)
+        self.cache = DecodeCache(cache, extra_tokens=more_entries + own)
         """Context, question and answer so far."""
+
+    @torch.no_grad()
+    def place(self, documents: Sequence[CompressedDocument]) -> None:
+        """Put documents behind what is there, as ``compose`` does, in the room that ``more_entries`` reserved.
+
+        Raises:
+            InputError: a document of another geometry.
+            ContextLengthError: more positions than the model has.
+        """
+        if not documents:
+            return
+        layers, position = rotated_layers(self._model, documents, self.position)
+        self.rewind()
+        for layer, (keys_1KSH, values_1KSH) in enumerate(layers):
+            self.cache.update(keys_1KSH, values_1KSH, layer)
+        self._entries += sum(document.num_slots for document in documents)
+        self.position = position
 
     @torch.no_grad()
     def prefill_question(self) -> Tensor:
         """Logits (vocabulary,) of the first answer token."""
-        while (logits_V := self.prefill_chunk()) is None:
-            pass
-        return logits_V
-
-    @torch.no_grad()
-    def prefill_chunk(self) -> Tensor | None:
-        """Read on in the question, at most ``PREFILL_CHUNK_TOKENS``; with its end, the first answer token's logits."""
-        hidden_TD = self._feed(self._question.popleft())
-        return None if self._question else hf_adapter.logits(self._model, hidden_TD[-1])
+        hidden_TD = torch.empty(0)
+        for chunk in self.question_chunks:
+            hidden_TD = self._feed(chunk)
+        return hf_adapter.logits(self._model, hidden_TD[-1])
 
     @torch.no_grad()
     def step(self, token: int) -> Tensor:
         """Logits (vocabulary,) of the token after ``token``."""
         return hf_adapter.logits(self._model, self._feed([token])[-1])
+
+    @property
+    def entries(self) -> int:
+        """Keys and values a layer and head in ``cache``."""
+        return self._entries
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose keys and values have been put into ``cache``."""

@@ -11,6 +11,15 @@ OBJECT_STORE_BYTES = 300 * 2**20
 MIN_LOGICAL_CPUS = 4
 """With fewer, the actors of a streaming job can hold every CPU and its reads never start."""
 
+SERVE_VARIABLES = {
+    # Serve's replicas talk gRPC with each other instead of through Ray's objects, and on one event loop instead of
+    # three: their code never blocks it, and an event of a stream costs about half.
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+"""Ray reads these when a process starts, so on a cluster they belong into its nodes' environment."""
+
 
 @contextmanager
 def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> Iterator[bool]:
@@ -31,6 +40,8 @@ def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> 
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         # Remarks of Ray's own processes about normal things; its log files keep what matters.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        for name, value in SERVE_VARIABLES.items():
+            os.environ.setdefault(name, value)
     # Imported late: the variables above are read at import.
     import ray
 

@@ -15,8 +15,7 @@ from c2kv_core.text import TextStream
 from serve_app.context_builder import BuiltContext, ContextBuilder
 from serve_app.jobs import Compressed, Compression, Finished, Job, Started, Step, Text, Turns, Work
 
-_COPIES = 2
-"""While an answer begins, its context exists twice: as composed, and with room for question and answer."""
+_ANSWERED = "engines answer a step with logits"
 
 
 class Answerer:
@@ -37,7 +36,7 @@ class Answerer:
     def step(self, steps: Sequence[Step]) -> Tensor:
         """Logits (B, V) of B answers that wait for a token."""
         return step_together(
-            self._compressor.model, [step.decoder for step in steps], [step.token for step in steps]
+            self._compressor.model, [step.decoder for step in steps], [step.ids for step in steps]
         )
 
     def size_bytes(self, job: Work) -> int:
@@ -47,18 +46,16 @@ class Answerer:
             return (slots + max(map(len, job.part_ids))) * self._contexts.token_bytes
         entries = len(job.prefix_ids) + sum(d.work.entries(self._ratio) for d in job.documents)
         own = len(job.question_ids) + job.max_new_tokens
-        return (_COPIES * entries + own) * self._contexts.token_bytes
+        return (entries + own) * self._contexts.token_bytes
 
     def _answer(self, job: Job, submitted_s: float) -> Turns:
         queue_s = time.monotonic() - submitted_s
-        built = yield from self._contexts.build(job.prefix_ids, job.documents)
-        decoder = Decoder(
-            self._compressor.model, built.context, job.question_ids, max_new_tokens=job.max_new_tokens
-        )
-        # The decoder has its own copy; the context need not live as long as the answer.
-        built.context = None
-        while (logits_V := decoder.prefill_chunk()) is None:
-            yield None
+        built = yield from self._contexts.build(job)
+        decoder = built.decoder
+        for chunk in decoder.question_chunks:
+            stepped = yield Step(decoder=decoder, ids=chunk)
+            assert stepped is not None, _ANSWERED
+            logits_V = stepped
         yield _started(built, queue_s)
         yield from self._draw(job, decoder, Sampler(job.sampling), logits_V)
 
@@ -84,8 +81,8 @@ class Answerer:
                 held.clear()
             if text.stopped or drawn == job.max_new_tokens:
                 break
-            stepped = yield Step(decoder=decoder, token=token)
-            assert stepped is not None, "engines answer a step with logits"
+            stepped = yield Step(decoder=decoder, ids=(token,))
+            assert stepped is not None, _ANSWERED
             logits_V = stepped
             token = sampler.draw(logits_V)
         if (rest := text.finish()) or (held and not text.stopped):

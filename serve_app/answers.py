@@ -1,6 +1,9 @@
 """What is told about an answer: the ``c2kv`` block and OpenAI's ``usage``."""
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired
+
+# pydantic describes the other one only from Python 3.12 on.
+from typing_extensions import TypedDict
 
 FinishReason = Literal["stop", "length"]
 

@@ -3,13 +3,26 @@
 import time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Security
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel
+from fastapi.security import HTTPBearer
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.types import ASGIApp
 
+from serve_app.access_log import AccessLog, access_of
+from serve_app.api_schema import (
+    ChatCompletion,
+    ModelList,
+    TextCompletion,
+    body,
+    components,
+    health_responses,
+    responses,
+)
 from serve_app.caller import Role
 from serve_app.completion import CompletionForm
 from serve_app.config import ServeConfig
+from serve_app.document_service import DocumentDeleted, DocumentStatus
 from serve_app.error_handlers import add_error_handlers
 from serve_app.errors import ApiError, Fault
 from serve_app.generator_client import GeneratorClient
@@ -17,11 +30,27 @@ from serve_app.keys import Grant, key_ring
 from serve_app.protocol import AnyRequest, ChatRequest, DocumentBody, TextRequest
 from serve_app.quotas import Quotas
 from serve_app.request_body import parse_document, parse_request, parse_text_request, read_body
-from serve_app.responses import Form, streamed, whole
+from serve_app.responses import Account, Form, streamed, whole
 from serve_app.store_watch import StoreWatch
 from serve_app.text_completion import TextForm
 
-_DOCUMENT = "/v1/documents/{doc_id:path}"
+
+class _AnyText(Convertor[str]):
+    """What an id may be. Starlette's ``path`` ends at a line break."""
+
+    regex = "(?s:.*)"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("any", _AnyText())
+_DOCUMENT = "/v1/documents/{doc_id:any}"
+_KEYED = [Security(HTTPBearer(auto_error=False, description="A key of the key file."))]
+"""Only for the OpenAPI page: ``Doorkeeper`` decides."""
 
 
 class Doorkeeper:
@@ -29,7 +58,7 @@ class Doorkeeper:
 
     def __init__(self, config: ServeConfig) -> None:
         self._keys = key_ring(config)
-        self.quotas = Quotas()
+        self._quotas = Quotas()
 
     def admit(self, request: Request, role: Role) -> Grant:
         """Who sends a request that needs a role.
@@ -39,20 +68,59 @@ class Doorkeeper:
         """
         host = request.client.host if request.client is not None else None
         grant = self._keys.grant(request.headers.get("authorization"), host)
+        access_of(request).caller = grant.caller
         if role not in grant.caller.roles:
             message = f"this key does not have the role {role!r}; ask for one that does"
             raise ApiError(Fault(status=403, code="role_required", message=message))
-        self.quotas.begin(grant)
+        self._quotas.begin(grant)
         return grant
 
+    def open_account(self, request: Request) -> Account:
+        """Where the answer to a question is entered.
 
-def create_api(config: ServeConfig, client: GeneratorClient, watch: StoreWatch) -> FastAPI:
+        Raises:
+            ApiError: as ``admit``.
+        """
+        grant = self.admit(request, "query")
+        return Account(access=access_of(request), grant=grant, quotas=self._quotas)
+
+
+class Api(FastAPI):
+    """Routes within the access log, which is outermost so that it sees every response."""
+
+    ids_echoed_outside = False
+
+    def openapi(self) -> dict[str, Any]:
+        """See FastAPI."""
+        if self.openapi_schema is None:
+            page = super().openapi()
+            page["components"]["schemas"] = components()
+            for operations in page["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's; here they are 400
+        return super().openapi()
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """See FastAPI."""
+        return AccessLog(super().build_middleware_stack(), echoed_outside=self.ids_echoed_outside)
+
+
+def create_api(
+    config: ServeConfig, client: GeneratorClient, watch: StoreWatch, *, ids_echoed_outside: bool = False
+) -> FastAPI:
     """The application's routes.
+
+    Args:
+        config: of the application.
+        client: makes the answers.
+        watch: knows whether the store answers.
+        ids_echoed_outside: see ``AccessLog``.
 
     Raises:
         ConfigError: a key file that cannot be read.
     """
-    api = FastAPI(title="C2KV", docs_url=None, redoc_url=None)
+    api = Api(title="C2KV", docs_url=None, redoc_url=None)
+    api.ids_echoed_outside = ids_echoed_outside
     add_error_handlers(api)
     door = Doorkeeper(config)
     _add_answers(api, config, client, door)
@@ -62,49 +130,63 @@ def create_api(config: ServeConfig, client: GeneratorClient, watch: StoreWatch) 
 
 
 def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
-    async def answer(request: AnyRequest, grant: Grant, form: Form) -> Response:
+    async def answer(request: AnyRequest, account: Account, form: Form) -> Response:
+        account.access.asked(request)
         _check_model(request, config)
-        events = client.events(request, grant.caller)
+        events = client.events(request, account.grant.caller)
+        return await (streamed if request.stream else whole)(form, events, account)
 
-        def used(tokens: int) -> None:
-            door.quotas.used(grant, tokens)
+    errors = (400, 404, 413, 503, 504)
 
-        return await (streamed if request.stream else whole)(form, events, used)
-
-    @api.post("/v1/chat/completions", openapi_extra=_body(ChatRequest))
+    @api.post(
+        "/v1/chat/completions",
+        openapi_extra=body(ChatRequest),
+        responses=responses(ChatCompletion, *errors, is_streamed=True),
+        dependencies=_KEYED,
+    )
     async def chat_completions(request: Request) -> Response:
-        grant = door.admit(request, "query")
+        account = door.open_account(request)
         chat = parse_request(await read_body(request, config.max_request_bytes))
         form = CompletionForm(
             model=config.model_id, wants_usage_chunk=chat.wants_usage_chunk, wants_logprobs=chat.logprobs
         )
-        return await answer(chat, grant, form)
+        return await answer(chat, account, form)
 
-    @api.post("/v1/completions", openapi_extra=_body(TextRequest))
+    @api.post(
+        "/v1/completions",
+        openapi_extra=body(TextRequest),
+        responses=responses(TextCompletion, *errors, is_streamed=True),
+        dependencies=_KEYED,
+    )
     async def completions(request: Request) -> Response:
-        grant = door.admit(request, "query")
+        account = door.open_account(request)
         text = parse_text_request(await read_body(request, config.max_request_bytes))
         form = TextForm(
             model=config.model_id,
             wants_usage_chunk=text.wants_usage_chunk,
             wants_logprobs=text.logprobs is not None,
         )
-        return await answer(text, grant, form)
+        return await answer(text, account, form)
 
 
 def _add_documents(api: FastAPI, config: ServeConfig, client: GeneratorClient, door: Doorkeeper) -> None:
-    @api.put(_DOCUMENT, openapi_extra=_body(DocumentBody))
+    @api.put(
+        _DOCUMENT,
+        openapi_extra=body(DocumentBody),
+        responses=responses(DocumentStatus, 400, 413, 503, 504),
+        dependencies=_KEYED,
+    )
     async def put_document(request: Request, doc_id: str) -> Response:
         grant = door.admit(request, "write")
-        body = parse_document(await read_body(request, config.max_request_bytes))
-        return JSONResponse(await client.document("put", grant.caller, doc_id, body))
+        document = parse_document(await read_body(request, config.max_request_bytes))
+        return JSONResponse(await client.document("put", grant.caller, doc_id, document))
 
-    @api.get(_DOCUMENT)
+    @api.get(_DOCUMENT, responses=responses(DocumentStatus, 400, 404, 503), dependencies=_KEYED)
     async def get_document(request: Request, doc_id: str) -> Response:
         grant = door.admit(request, "query")
         return JSONResponse(await client.document("get", grant.caller, doc_id))
 
-    @api.delete(_DOCUMENT)
+    @api.delete(_DOCUMENT, responses=responses(DocumentDeleted, 400, 404, 503), dependencies=_KEYED)
     async def delete_document(request: Request, doc_id: str) -> Response:
         grant = door.admit(request, "write")
         return JSONResponse(await client.document("delete", grant.caller, doc_id))
@@ -115,24 +197,19 @@ def _add_states(
 ) -> None:
     started = int(time.time())
 
-    @api.get("/v1/models")
+    @api.get("/v1/models", responses=responses(ModelList), response_model=None, dependencies=_KEYED)
     async def models(request: Request) -> dict[str, Any]:
         door.admit(request, "query")
         model = {"id": config.model_id, "object": "model", "created": started, "owned_by": "c2kv"}
         return {"object": "list", "data": [model]}
 
-    @api.get("/healthz")
+    @api.get("/healthz", responses=health_responses())
     async def healthz() -> Response:
         reasons = await client.faults()
         if (fault := watch.fault()) is not None:
             reasons = [*reasons, fault]
-        body = {"status": "unhealthy" if reasons else "ok", "reasons": reasons}
-        return JSONResponse(body, status_code=503 if reasons else 200)
-
-
-def _body(model: type[BaseModel]) -> dict[str, Any]:
-    content = {"application/json": {"schema": model.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+        health = {"status": "unhealthy" if reasons else "ok", "reasons": reasons}
+        return JSONResponse(health, status_code=503 if reasons else 200)
 
 
 def _check_model(request: AnyRequest, config: ServeConfig) -> None:

@@ -1,11 +1,13 @@
 """An engine of one worker thread: answers are decoded together, a token each a round, and join and leave between.
 
 A round is: give free places away, let one request that is still being prepared do one bounded piece of model work
-(compress a part, place documents, read 512 tokens of a question), then decode one token of every answer that has
-begun, in one batch. So a long preparation holds the others up by one piece at a time, and none waits for another's end.
+(compress a part, place documents), then one step in one batch: a token of every answer that has begun, and of questions
+that are to be read 512 tokens at most, for the weights are read only once for both. So a long preparation holds the
+others up by one piece at a time, and none waits for another's end.
 """
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -15,6 +17,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from c2kv_core.compose import PREFILL_CHUNK_TOKENS
 from c2kv_core.errors import C2KVError
 from serve_app.engine import EngineStats
 from serve_app.errors import (
@@ -52,7 +55,7 @@ class _Request:
     deliver: Callable[[Event], None]
     forget: Callable[["_Request"], None]
     step: Step | None = None
-    """The token it waits for; None while it is being prepared."""
+    """What it waits for; None while it is being prepared."""
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -74,6 +77,7 @@ class BatchEngine:
         stall_timeout_s: float,
         retry_after_s: int,
         on_batch: Callable[[int], None] | None = None,
+        niceness: int = 0,
     ) -> None:
         """Start the worker thread.
 
@@ -85,6 +89,8 @@ class BatchEngine:
             stall_timeout_s: seconds after which one unfinished piece of work counts as a fault.
             retry_after_s: seconds that refused clients are told to wait.
             on_batch: is told how many answers each decode step served, on the worker thread.
+            niceness: how far the worker thread, and those that compute for it, stand back behind the process's other
+                threads (nice(2)).
         """
         self._turns = turns
         self._step = step
@@ -93,6 +99,7 @@ class BatchEngine:
         self._stall_timeout_s = stall_timeout_s
         self._retry_after_s = retry_after_s
         self._on_batch = on_batch or (lambda answers: None)
+        self._niceness = niceness
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -175,6 +182,10 @@ class BatchEngine:
     # ---- worker thread
 
     def _work(self) -> None:
+        if self._niceness:
+            # Of this thread alone on Linux. Threads that it starts, such as OpenMP's, inherit it.
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + self._niceness)
         try:
             while self._admit():
                 self._drop_lost()
@@ -185,7 +196,7 @@ class BatchEngine:
                         self._running.remove(preparing)
                         self._running.append(preparing)
                     self._go_on(preparing, None)
-                self._decode([request for request in self._running if request.step is not None])
+                self._decode(self._batch())
         finally:
             self._fail_all()
 
@@ -210,8 +221,26 @@ class BatchEngine:
             elif _is_late(request):
                 self._retire(request, "failed", deadline_exceeded("the answer was being made").fault)
 
+    def _batch(self) -> list[_Request]:
+        """Whose step is taken now: all that decode, and readers of questions while they fit into one piece of work."""
+        decoding = [r for r in self._running if r.step is not None and len(r.step.ids) == 1]
+        reading: list[_Request] = []
+        tokens = 0
+        for request in self._running:
+            if request.step is None or len(request.step.ids) == 1:
+                continue
+            tokens += len(request.step.ids)
+            if reading and tokens > PREFILL_CHUNK_TOKENS:
+                break
+            reading.append(request)
+        with self._changed:
+            for request in reading:  # to the end of the line, so that a long question lets others read
+                self._running.remove(request)
+                self._running.append(request)
+        return decoding + reading
+
     def _decode(self, requests: Sequence[_Request]) -> None:
-        """One token for each answer that has begun."""
+        """One step of each of these answers."""
         steps = [request.step for request in requests if request.step is not None]
         if not steps:
             return

@@ -4,13 +4,17 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from c2kv_core import hf_adapter
-from c2kv_core.compose import PREFILL_CHUNK_TOKENS, ComposedContext, compose, prefill
+from c2kv_core.compose import PREFILL_CHUNK_TOKENS, ComposedContext, prefill
 from c2kv_core.compressor import Compressor
 from c2kv_core.document import CompressedDocument
+from c2kv_core.generate import Decoder
 from serve_app.answers import DocumentReport
 from serve_app.byte_lru import ByteLru
-from serve_app.plan import Extraction, LeftOut, OrdinaryText, Parts, PlannedDocument, Slots, Tier
+from serve_app.jobs import Job, Step
+from serve_app.plan import Extraction, LeftOut, OrdinaryText, Parts, Slots, Tier
 from serve_app.slot_memory import SlotMemory
 
 
@@ -18,8 +22,8 @@ from serve_app.slot_memory import SlotMemory
 class BuiltContext:
     """A context in the making and what it took."""
 
-    context: ComposedContext | None = None
-    """None where neither prefix nor documents take a place."""
+    decoder: Decoder
+    """Holds what has been placed so far; its question is to be read next."""
     documents: list[DocumentReport] = field(default_factory=list)
     extract_s: float = 0.0
     """Seconds of compressing."""
@@ -27,8 +31,8 @@ class BuiltContext:
     """Seconds of placing, prefix and ordinary text included."""
 
 
-Steps = Generator[None, None, BuiltContext]
-"""Each ``next`` is one piece of work; the context is the return value."""
+Steps = Generator[Step | None, Tensor | None, BuiltContext]
+"""As ``Turns``: None after each piece of work, steps for ordinary text. The context is the return value."""
 
 
 class ContextBuilder:
@@ -46,21 +50,28 @@ class ContextBuilder:
         """Bytes of keys and values of one ordinary token."""
         self.prefixes: ByteLru[tuple[int, ...], ComposedContext] = ByteLru(prefix_cache_bytes)
 
-    def build(self, prefix_ids: tuple[int, ...], documents: Sequence[PlannedDocument]) -> Steps:
-        """Prefix first, then each document behind the ones before it."""
-        built = BuiltContext()
-        if prefix_ids:
-            started_s = time.monotonic()
-            built.context = self._prefix(prefix_ids)
-            built.compose_s += time.monotonic() - started_s
-            yield
+    def build(self, job: Job) -> Steps:
+        """Prefix first, then each document behind the ones before it, in the one cache that the answer uses."""
+        started_s = time.monotonic()
+        prefix = self._prefix(job.prefix_ids) if job.prefix_ids else None
+        built = BuiltContext(
+            decoder=Decoder(
+                self._model,
+                prefix,
+                job.question_ids,
+                max_new_tokens=job.max_new_tokens,
+                more_entries=sum(d.work.entries(self._ratio) for d in job.documents),
+                more_positions=sum(d.work.source_tokens for d in job.documents),
+            )
+        )
+        built.compose_s += time.monotonic() - started_s
         pending: list[CompressedDocument] = []
-        for document in documents:
+        for document in job.documents:
             match document.work:
                 case OrdinaryText(ids=ids):
-                    self._compose(built, pending)
+                    _place(built, pending)
                     pending = []
-                    yield from self._place_text(built, ids)
+                    yield from _place_text(built, ids)
                     built.documents.append(document.report("text", kv_bytes=len(ids) * self.token_bytes))
                 case LeftOut():
                     built.documents.append(document.report("skipped"))
@@ -68,7 +79,7 @@ class ContextBuilder:
                     parts, tier = yield from self._slots(work, built)
                     pending.extend(parts)
                     built.documents.append(document.report(tier, parts=parts))
-        self._compose(built, pending)
+        _place(built, pending)
         return built
 
     def _prefix(self, ids: tuple[int, ...]) -> ComposedContext:
@@ -80,7 +91,7 @@ class ContextBuilder:
 
     def _slots(
         self, work: Slots | Extraction, built: BuiltContext
-    ) -> Generator[None, None, tuple[Parts, Tier]]:
+    ) -> Generator[Step | None, Tensor | None, tuple[Parts, Tier]]:
         if isinstance(work, Slots):
             return work.parts, work.tier
         # Another request may have compressed the same text since this one was planned.
@@ -93,7 +104,7 @@ class ContextBuilder:
             parts.append(self.compress_part(ids))
             built.extract_s += time.monotonic() - started_s
             # One part a turn, so that others' answers go on while a long document is compressed.
-            yield
+            yield None
         return self._memory.keep(work.namespace, work.content_hash, tuple(parts)), "extracted"
 
     def compress_part(self, ids: Sequence[int]) -> CompressedDocument:
@@ -101,18 +112,15 @@ class ContextBuilder:
         ((part,),) = self._compressor.compress([[ids]], [self._ratio])[self._ratio]
         return part
 
-    def _compose(self, built: BuiltContext, parts: Sequence[CompressedDocument]) -> None:
-        if not parts:
-            return
-        started_s = time.monotonic()
-        built.context = compose(self._model, built.context, parts)
-        built.compose_s += time.monotonic() - started_s
 
-    def _place_text(self, built: BuiltContext, ids: Sequence[int]) -> Generator[None, None, None]:
-        # A chunk a turn, for the same reason as one part a turn.
-        for start in range(0, len(ids), PREFILL_CHUNK_TOKENS):
-            started_s = time.monotonic()
-            chunk = ids[start : start + PREFILL_CHUNK_TOKENS]
-            built.context = prefill(self._model, chunk, built.context)
-            built.compose_s += time.monotonic() - started_s
-            yield
+def _place(built: BuiltContext, parts: Sequence[CompressedDocument]) -> None:
+    started_s = time.monotonic()
+    built.decoder.place(parts)
+    built.compose_s += time.monotonic() - started_s
+
+
+def _place_text(built: BuiltContext, ids: Sequence[int]) -> Generator[Step | None, Tensor | None, None]:
+    for start in range(0, len(ids), PREFILL_CHUNK_TOKENS):
+        started_s = time.monotonic()
+        yield Step(decoder=built.decoder, ids=tuple(ids[start : start + PREFILL_CHUNK_TOKENS]))
+        built.compose_s += time.monotonic() - started_s

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import TypedDict, TypeVar
+from typing import TypeVar
+
+from typing_extensions import TypedDict
 
 from c2kv_core.compressor import Compressor, SourceDocument
 from c2kv_core.store import IndexRow, KVStore, Miss, SourceText

@@ -4,7 +4,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
+from serve_app.access_log import access_of
 from serve_app.errors import INTERNAL, ApiError, Fault, bad_request
 
 
@@ -13,28 +16,44 @@ def add_error_handlers(api: FastAPI) -> None:
 
     async def own(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return _error_response(error.fault)
+        return _error_response(request, error.fault)
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        return _error_response(bad_request(f"{place}: {first['msg']}", param=place).fault)
+        return _error_response(request, bad_request(f"{place}: {first['msg']}", param=place).fault)
 
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(Fault(status=error.status_code, code=code, message=message))
+        response = _error_response(request, Fault(status=error.status_code, code=code, message=message))
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return response
+
+    async def client_left(request: Request, error: Exception) -> Response:
+        access_of(request).body_broke_off = True
+        return Response(status_code=400)  # to nobody
 
     async def unexpected(request: Request, error: Exception) -> Response:
-        return _error_response(INTERNAL)
+        return _error_response(request, INTERNAL)
 
     api.add_exception_handler(500, unexpected)
     api.add_exception_handler(ApiError, own)
+    api.add_exception_handler(ClientDisconnect, client_left)
     api.add_exception_handler(RequestValidationError, validation)
     api.add_exception_handler(HTTPException, routing)
 
 
-def _error_response(fault: Fault) -> Response:
+def _methods(request: Request) -> set[str]:
+    """What can be done with the path of a request; each method of a document is a route of its own."""
+    scope = request.scope
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return {m for r in routes if r.matches(scope)[0] is not Match.NONE for m in r.methods or ()}
+
+
+def _error_response(request: Request, fault: Fault) -> Response:
+    access_of(request).code = fault.code
     return JSONResponse(fault.body, status_code=fault.status, headers=fault.headers)

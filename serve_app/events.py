@@ -1,6 +1,8 @@
 """What a replica streams to the ingress: plain dicts, told apart by ``event``."""
 
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from serve_app.answers import C2KVBlock, FinishReason, Usage
 from serve_app.errors import Fault

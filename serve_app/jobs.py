@@ -96,10 +96,11 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """An answer waits for the logits (V,) after its last token; the engine sends them in."""
+    """An answer waits for the logits (V,) after these tokens; the engine sends them in."""
 
     decoder: Decoder
-    token: int
+    ids: tuple[int, ...]
+    """A piece of its question, or the last token drawn."""
 
 
 Event = Started | Text | Finished | Compressed | Failed

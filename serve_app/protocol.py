@@ -1,8 +1,16 @@
 """The request: OpenAI's chat completion with ``documents`` and ``c2kv``."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 OnMissing = Literal["extract", "text", "skip", "error"]
 
@@ -12,17 +20,31 @@ MAX_STOP_STRINGS = 4
 class _Strict(BaseModel):
     """Keys of this project: a typo is refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class _Lenient(BaseModel):
     """Keys of OpenAI's: clients send many that change nothing here."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, use_attribute_docstrings=True)
+
+
+_EITHER: dict[str, Any] = {
+    "oneOf": [
+        {
+            "required": ["id"],
+            "properties": {"id": {"type": "string"}, "title": {"maxLength": 0}, "text": {"type": "null"}},
+        },
+        {"required": ["text"], "properties": {"id": {"type": "null"}, "text": {"type": "string"}}},
+    ]
+}
+"""JSON schema of what ``DocumentRef`` checks."""
 
 
 class DocumentRef(_Strict):
     """A document by id, or given in full."""
+
+    model_config = ConfigDict(json_schema_extra=_EITHER)
 
     id: str | None = Field(default=None, min_length=1)
     """Id of a stored document."""
@@ -77,12 +99,19 @@ def _joined_text(content: object) -> object:
     return "".join(str(text) for text in texts)
 
 
+class TextPart(_Lenient):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(_Lenient):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     """``developer`` counts as ``system``."""
-    content: Annotated[str, BeforeValidator(_joined_text)]
+    content: Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[TextPart])]
     """Text, or a list of text parts, which are joined."""
 
 
@@ -97,8 +126,22 @@ def _stop_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
+_StopString = Annotated[str, Field(min_length=1)]
+_StopList = Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)]
+
+
+def _tell_nullable(schema: dict[str, Any]) -> None:
+    """Say in the JSON schema that null is as good as absent."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+            told = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **told}
+
+
 class GenerationRequest(_Lenient):
     """What both kinds of request have."""
+
+    model_config = ConfigDict(json_schema_extra=_tell_nullable)
 
     model: str | None = None
     """Id of the served model; anything else is refused."""
@@ -112,8 +155,7 @@ class GenerationRequest(_Lenient):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Equal seeds draw equal answers to equal requests."""
     stop: Annotated[
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)] | None,
-        BeforeValidator(_stop_list),
+        _StopList | None, BeforeValidator(_stop_list, json_schema_input_type=_StopString | _StopList | None)
     ] = None
     """The answer ends before the first of these."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -183,6 +225,10 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+_Prompt = Annotated[str, Field(min_length=1)]
+_OnePrompt = Annotated[list[_Prompt], Field(min_length=1, max_length=1)]
+
+
 def _one_prompt(prompt: object) -> object:
     if isinstance(prompt, list):
         if len(prompt) != 1 or not isinstance(prompt[0], str):
@@ -191,17 +237,26 @@ def _one_prompt(prompt: object) -> object:
     return prompt
 
 
+def _no_echo(echo: bool) -> bool:
+    # Not ``Literal[False]``, which 0 equals.
+    if echo:
+        raise ValueError("expected false; this server does not give the prompt back")
+    return echo
+
+
 class TextRequest(GenerationRequest):
     """Body of ``POST /v1/completions``: a prompt that goes on, without the chat template.
 
     Documents are placed as in a chat, after the default system message, and the prompt follows them as it is.
     """
 
-    prompt: Annotated[str, BeforeValidator(_one_prompt), Field(min_length=1)]
+    prompt: Annotated[_Prompt, BeforeValidator(_one_prompt, json_schema_input_type=_Prompt | _OnePrompt)]
     """Text, or a list of one text."""
     logprobs: int | None = Field(default=None, ge=0, le=5)
     """Likeliest tokens to tell beside each drawn one; null tells none."""
-    echo: Literal[False] = False
+    echo: Annotated[
+        bool, AfterValidator(_no_echo), WithJsonSchema({"type": "boolean", "const": False, "default": False})
+    ] = False
     """The prompt is not given back."""
     best_of: Literal[1] | None = None
 

@@ -101,7 +101,7 @@ def _validated(kind: type[B], data: dict[str, Any]) -> B:
 
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        data = json.loads(body)
+        data = json.loads(body, parse_constant=_refuse_constant)
         # json lets halves of surrogate pairs pass; no tokenizer and no answer can hold one.
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -114,6 +114,11 @@ def _json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise bad_request(f"expected a JSON object as body, got {type(data).__name__}", code="invalid_json")
     return data
+
+
+def _refuse_constant(name: str) -> None:
+    # Python's reader takes NaN and Infinity, which are no JSON.
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _check_top_level(data: dict[str, Any], kind: type[BaseModel]) -> None:

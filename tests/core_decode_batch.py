@@ -46,7 +46,7 @@ def test_a_step_together_equals_steps_alone(architecture: str, rope: str) -> Non
         decoder.prefill_question()
     for _ in range(NEW_TOKENS - 1):
         tokens = [int(row.argmax()) for row in logits]
-        stepped = step_together(model, together, tokens)
+        stepped = step_together(model, together, [[token] for token in tokens])
         for row, decoder, token in zip(stepped, alone, tokens, strict=True):
             logits_close(row, decoder.step(token))
         logits = list(stepped)
@@ -62,11 +62,31 @@ def test_answers_join_and_leave_between_any_two_steps() -> None:
     while left:
         chosen = draw.sample(sorted(left), draw.randint(1, len(left)))
         tokens = [draw.randrange(hf_adapter.vocabulary_size(model)) for _ in chosen]
-        stepped = step_together(model, [together[n] for n in chosen], tokens)
+        stepped = step_together(model, [together[n] for n in chosen], [[token] for token in tokens])
         for row, n, token in zip(stepped, chosen, tokens, strict=True):
             logits_close(row, alone[n].step(token))
             left[n] -= 1
         left = {n: count for n, count in left.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rope"),
+    [("llama", "llama3"), ("qwen2", "default"), ("qwen3", "yarn"), ("mistral", "linear")],
+)
+def test_questions_are_read_beside_answers_that_are_decoded(architecture: str, rope: str) -> None:
+    model = tiny_model(architecture, rope)
+    together, alone = (decoders_over(architecture, rope, 9) for _ in range(2))
+    for place in range(0, 9, 2):
+        together[place].prefill_question()
+        alone[place].prefill_question()
+    ids = [d.question_chunks[0] if n % 2 else (n + 3,) for n, d in enumerate(together)]
+    stepped = step_together(model, together, ids)
+    for n, (row, decoder) in enumerate(zip(stepped, alone, strict=True)):
+        logits_close(row, decoder.prefill_question() if n % 2 else decoder.step(n + 3))
+        assert together[n].position == decoder.position
+    # What was read is there for the next step.
+    for row, decoder in zip(step_together(model, together, [[7]] * 9), alone, strict=True):
+        logits_close(row, decoder.step(7))
 
 
 def test_a_step_that_fails_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +104,9 @@ def test_a_step_that_fails_changes_no_answer(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(hf_adapter, "finish_layer", fails_in_the_second_layer)
     with pytest.raises(RuntimeError, match="no memory"):
-        step_together(model, together, [3, 4, 5])
+        step_together(model, together, [[3], [4], [5]])
     monkeypatch.undo()
-    stepped = step_together(model, together, [6, 7, 8])
+    stepped = step_together(model, together, [[6], [7], [8]])
     for row, decoder, token in zip(stepped, alone, [6, 7, 8], strict=True):
         logits_close(row, decoder.step(token))
 
@@ -96,10 +116,37 @@ def test_a_long_question_is_read_in_chunks() -> None:
     ids = token_ids(PREFILL_CHUNK_TOKENS + 100, seed=5)
     context = prefill(model, token_ids(9, seed=6))
     decoder = Decoder(model, context, ids, max_new_tokens=2)
-    assert decoder.prefill_chunk() is None
-    logits = decoder.prefill_chunk()
-    assert logits is not None
+    assert [len(chunk) for chunk in decoder.question_chunks] == [PREFILL_CHUNK_TOKENS, 100]
+    logits = decoder.prefill_question()
     whole = prefill(model, ids, context)
     other = Decoder(model, prefill(model, ids[:-1], context), ids[-1:], max_new_tokens=2)
     logits_close(logits, other.prefill_question())
     assert whole.next_position == decoder.position
+
+
+@pytest.mark.parametrize(("architecture", "rope"), [("llama", "llama3"), ("qwen3", "yarn")])
+def test_documents_placed_in_an_answers_own_room_equal_those_composed(architecture: str, rope: str) -> None:
+    model = tiny_model(architecture, rope)
+    extractor = Extractor(model, random_sidecar(model))
+    some = extractor.extract(documents([40, 7, 33]), 4)
+    other = extractor.extract(documents([12]), 8)
+    text, question = token_ids(PREFILL_CHUNK_TOKENS + 9, seed=3), token_ids(5, seed=4)
+    prefix = prefill(model, token_ids(7, seed=99))
+    context = compose(model, prefill(model, text, compose(model, prefix, some)), other)
+    expected = Decoder(model, context, question, max_new_tokens=3).prefill_question()
+    before = [k.clone() for k in prefix.cache.keys]
+    decoder = Decoder(
+        model,
+        prefix,
+        question,
+        max_new_tokens=3,
+        more_entries=sum(d.num_slots for d in (*some, *other)) + len(text),
+        more_positions=sum(d.num_tokens for d in (*some, *other)) + len(text),
+    )
+    decoder.place(some)
+    for start in range(0, len(text), PREFILL_CHUNK_TOKENS):
+        step_together(model, [decoder], [text[start : start + PREFILL_CHUNK_TOKENS]])
+    decoder.place(other)
+    logits_close(step_together(model, [decoder], [question])[0], expected)
+    assert (decoder.position, decoder.entries) == (context.next_position + 5, context.cache.num_entries + 5)
+    assert all(bool((k == b).all()) for k, b in zip(prefix.cache.keys, before, strict=True))

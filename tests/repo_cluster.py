@@ -15,6 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from c2kv_core.config import load_config, parse_config
 from pipelines.extract_config import ExtractConfig
+from pipelines.ray_session import SERVE_VARIABLES
 from pipelines.train.config import TrainConfig
 from serve_app.config import DRAIN_MARGIN_S, ServeConfig
 
@@ -216,7 +217,8 @@ def test_pods_are_safe_to_run(file: Path) -> None:
             resources = container["resources"]
             assert resources["requests"]["memory"] == resources["limits"]["memory"]
             environment = {e["name"]: e["value"] for e in container["env"]}
-            assert environment == {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+            serve = SERVE_VARIABLES if file.name == "rayservice.yaml" else {}
+            assert environment == {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", **serve}
 
 
 def test_a_roll_over_waits_for_the_longest_request() -> None:

@@ -42,7 +42,7 @@ def counting(job: Job) -> Turns:
         yield None
     token = job.max_new_tokens
     for _ in range(3):
-        logits = yield Step(decoder=None, token=token)  # type: ignore[arg-type]
+        logits = yield Step(decoder=None, ids=(token,))  # type: ignore[arg-type]
         assert logits is not None
         token = int(logits[0]) + 1
         yield Text(text=f"{token} ")
@@ -53,7 +53,7 @@ def test_answers_that_have_begun_step_together(start: Callable[..., BatchEngine]
     batches: list[list[int]] = []
 
     def step(steps: Sequence[Step]) -> Tensor:
-        batches.append(sorted(step.token for step in steps))
+        batches.append(sorted(step.ids[-1] for step in steps))
         return echo(steps)
 
     engine = start(counting, step)
@@ -70,9 +70,38 @@ def test_answers_that_have_begun_step_together(start: Callable[..., BatchEngine]
     assert [10] in batches and len(batches) < 7
 
 
+def test_questions_are_read_in_the_steps_of_others_up_to_a_bound(start: Callable[..., BatchEngine]) -> None:
+    def reading(job: Job) -> Turns:
+        """A question of chunks whose sizes its name gives, then tokens as many as its size says."""
+        for size in map(int, job.stop[0].split()):
+            yield Step(decoder=None, ids=(int(job.deadline_s),) * size)  # type: ignore[arg-type]
+        for _ in range(job.max_new_tokens):
+            yield Step(decoder=None, ids=(0,))  # type: ignore[arg-type]
+        yield DONE
+
+    batches: list[list[int]] = []
+
+    def step(steps: Sequence[Step]) -> Tensor:
+        batches.append([len(step.ids) for step in steps])
+        return echo(steps)
+
+    engine = start(reading, step, max_running=4)
+    inboxes = [Inbox() for _ in range(4)]
+    with engine._changed:  # all are there when the worker looks
+        for name, size, inbox in zip(("2", "512 512 9", "40", "50"), (12, 1, 1, 1), inboxes, strict=True):
+            engine.submit(job(name, size=size), inbox)
+    for inbox in inboxes:
+        assert inbox.wait() == [DONE]
+    chunks = [[size for size in batch if size > 1] for batch in batches]
+    assert all(sum(sizes) <= 512 for sizes in chunks)
+    # The short questions do not wait for the end of the long one, and share a step with what fits.
+    assert chunks[:4] == [[2], [512], [512], [40, 9, 50]]
+    assert all(1 in batch for batch in batches[1:4])
+
+
 def test_a_batch_that_fails_is_tried_one_by_one(start: Callable[..., BatchEngine]) -> None:
     def step(steps: Sequence[Step]) -> Tensor:
-        if any(step.token == 20 for step in steps):
+        if any(step.ids[-1] == 20 for step in steps):
             raise RuntimeError("out of memory")
         return echo(steps)
 

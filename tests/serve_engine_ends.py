@@ -54,7 +54,7 @@ def test_leaving_the_events_cancels(start: Callable[..., BatchEngine]) -> None:
         yield Started(documents=(), queue_s=0, extract_s=0, compose_s=0)
         while True:
             yield Text(text="x")
-            yield Step(decoder=None, token=1)  # type: ignore[arg-type]
+            yield Step(decoder=None, ids=(1,))  # type: ignore[arg-type]
 
     engine = start(endless)
 

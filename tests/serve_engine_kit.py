@@ -21,7 +21,7 @@ DONE = Finished(reason="stop", completion_tokens=1)
 
 def echo(steps: Sequence[Step]) -> Tensor:
     """Logits that say which token was sent."""
-    return torch.tensor([[float(step.token)] for step in steps])
+    return torch.tensor([[float(step.ids[-1])] for step in steps])
 
 
 def job(name: str = "", *, allowed_s: float = 600.0, size: int = 1) -> Job:

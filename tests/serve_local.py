@@ -1,11 +1,13 @@
 """The HTTP API over a service in this process: everything but Ray."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 
 from serve_app.api import create_api
@@ -19,6 +21,7 @@ from serve_app.protocol import AnyRequest, DocumentBody
 from serve_app.replica import reply
 from serve_app.service import ChatService
 from serve_app.store_watch import StoreWatch
+from tests.serve_support import free_port, wait_until
 
 
 class LocalClient:
@@ -53,6 +56,21 @@ def local_api(config: ServeConfig) -> Iterator[FastAPI]:
     finally:
         watch.close()
         service.close()
+
+
+@contextmanager
+def over_http(api: FastAPI) -> Iterator[int]:
+    """The application behind a real HTTP server; its port."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(api, host="127.0.0.1", port=port, log_level="critical"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started, what="the server")
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def send(api: FastAPI, method: str, path: str, body: Any = None, *, key: str | None = None) -> httpx.Response:

@@ -11,6 +11,7 @@ from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION, require_st
 from c2kv_core.store.miss import Miss, MissReason
 from c2kv_core.store.names import check_namespace
 from c2kv_core.store.row import IndexRow
+from c2kv_core.store.served import PromotionConflictError, Served, history, promote, served
 from c2kv_core.store.storage import Storage, StoredFile
 from c2kv_core.store.texts import SourceText
 from c2kv_core.store.timing import ReadTiming
@@ -34,7 +35,9 @@ __all__ = [
     "Miss",
     "MissReason",
     "Problem",
+    "PromotionConflictError",
     "ReadTiming",
+    "Served",
     "SourceText",
     "Storage",
     "StoredFile",
@@ -43,6 +46,9 @@ __all__ = [
     "as_stored",
     "check_namespace",
     "dead_letter",
+    "history",
     "open_storage",
+    "promote",
     "require_store",
+    "served",
 ]

@@ -24,6 +24,7 @@ WRITTEN = (
     "failures/",
     "attempts/",
     "runs/",
+    "served/",
     "store.json",
 )
 """What a store consists of: whatever else lies beside is not ours to touch."""
