@@ -12,6 +12,7 @@ from c2kv_core.errors import C2KVError
 from pipelines.extract import Progress as RunProgress
 from pipelines.extract import extract as run_extract
 from pipelines.extract_config import ExtractConfig
+from pipelines.extract_estimate import DryRun, dry_run
 from pipelines.extract_lines import ProgressLines
 from pipelines.extract_report import ExtractReport
 
@@ -42,6 +43,9 @@ def extract(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Try documents again that failed in an earlier run.")
     ] = False,
+    only_plan: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done, how long and how big.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Turn the documents of a corpus into compressed slots in a store; only new and changed ones."""
@@ -59,7 +63,11 @@ def extract(
         mode=mode,
         delete_missing=delete_missing or None,
         retry_failed=retry_failed or None,
+        dry_run=only_plan or None,
     )
+    if resolved.dry_run:
+        _print_plan(dry_run(resolved), as_json)
+        return
     with progress_bar("extracting") as bar:
         # A terminal gets a bar, a log gets lines.
         follow = ProgressLines(resolved.progress_s) if bar.disable else Follow(bar)
@@ -73,6 +81,28 @@ def extract(
             f"{report.failed_documents} of {report.documents} documents failed, the first {report.failed[0].doc_id!r}: "
             f"{report.failed[0].reason}; the others are stored"
         )
+
+
+def _print_plan(plan: DryRun, as_json: bool) -> None:
+    if as_json:
+        print_json(plan.to_dict())
+        return
+    out = Console(highlight=False, soft_wrap=True)
+    about = "" if plan.tokens_are_counted else "about "
+    rows = {
+        "documents": f"{plan.documents:,} ({plan.new:,} new, {plan.changed:,} changed, {plan.unchanged:,} unchanged, "
+        f"{plan.empty:,} without text, {plan.failed_before:,} failed before)",
+        "to extract": f"{about}{plan.source_tokens:,} tokens of {plan.source_bytes:,} bytes",
+        "to store": f"{about}{plan.stored_bytes / 2**20:,.1f} MiB",
+        "to remove": f"{plan.missing:,} documents; {plan.relabelled:,} with new metadata",
+        "time": f"{plan.seconds:,.0f} s at {plan.tokens_per_s:,.0f} tokens/s of the last run"
+        if plan.seconds is not None
+        else "unknown: no run like this one has finished in this store",
+    }
+    if plan.cost is not None:
+        rows["cost"] = f"{plan.cost:,.2f}"
+    for name, value in rows.items():
+        out.print(f"{name:>14}  {value}")
 
 
 class Follow:

@@ -10,7 +10,7 @@ from rich.table import Table
 from c2kv_cli.options import AsJson, print_json
 from c2kv_core.errors import InputError, StoreError
 from c2kv_core.identity import Identity
-from c2kv_core.store import GcReport, IndexRow, KVStore, Totals, history, promote
+from c2kv_core.store import DeadLetters, GcReport, IndexRow, KVStore, Totals, history, promote
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
@@ -136,6 +136,28 @@ def show(
     for record in report["records"]:
         for name, value in record.items():
             typer.echo(f"  {name:>14}  {value}")
+
+
+@app.command("failures")
+def failures(uri: Uri, namespace: Namespace = None, as_json: AsJson = False) -> None:
+    """Documents that could not be extracted, and why; `c2kv extract --retry-failed` tries them again."""
+    letters = DeadLetters.open(uri).rows(namespace=namespace)
+    if as_json:
+        listed = [
+            {
+                **asdict(one),
+                "first_failed_at": one.first_failed_at.isoformat(),
+                "last_failed_at": one.last_failed_at.isoformat(),
+            }
+            for one in letters
+        ]
+        print_json({"uri": uri, "failures": listed})
+        return
+    for one in letters:
+        name = one.doc_id if one.doc_id.isprintable() else repr(one.doc_id)
+        typer.echo(
+            f"{one.namespace}\t{one.fingerprint[:12]}\t{one.kind}\t{one.attempts}\t{name}\t{one.reason}"
+        )
 
 
 @app.command("verify")

@@ -8,18 +8,22 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
+import numpy as np
+
 from c2kv_core import CompressorSpec
 from c2kv_core.errors import C2KVError, StoreError
-from c2kv_core.store import Attempts, KVStore, check_namespace, open_storage
+from c2kv_core.store import Attempt, Attempts, KVStore, check_namespace, open_storage
 from c2kv_core.store.attempts import HEARTBEAT_S
+from pipelines.corpus.scan import keys_of
 from pipelines.extract_commit import Committer, TooManyFailuresError
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_plan import plan_run, still_there
+from pipelines.extract_promote import check_and_promote
 from pipelines.extract_report import ExtractReport, Skipped
 from pipelines.extract_save import save_run
 from pipelines.extract_upkeep import relabel, remove_missing
@@ -85,6 +89,12 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
                 _run(config, plan, report, tell)
         report.relabelled = relabel(config, plan)
         report.removed = remove_missing(config, planned.missing)
+        if report.unaccounted:
+            raise C2KVError(
+                f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"
+            )
+        if config.quality_check is not None or config.promote:
+            report.quality = check_and_promote(config, report.fingerprints, report.run)
         report.state = "done"
     except C2KVError as error:
         report.state = f"stopped: {error}"
@@ -94,13 +104,11 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
         raise
     finally:
         report.elapsed_s = time.monotonic() - started
-        if len(plan.pending) or report.relabelled or report.removed:
+        if config.price_per_hour is not None:
+            report.cost = config.price_per_hour * config.actors * report.elapsed_s / 3600
+        if len(plan.pending) or report.relabelled or report.removed or report.quality:
             with suppress(StoreError):
                 save_run(config, report)
-    if report.unaccounted:
-        raise C2KVError(
-            f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"
-        )
     return report
 
 
@@ -110,6 +118,7 @@ def _new_report(config: ExtractConfig, spec: CompressorSpec, plan: ExtractPlan) 
         store=config.store,
         namespace=config.namespace,
         fingerprints={},
+        hardware=config.hardware,
         sidecar="trained" if spec.is_trained() else "untrained",
         documents=plan.documents,
         unchanged=plan.unchanged,
@@ -126,9 +135,9 @@ def _run(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport, tell: 
 
     attempts = Attempts(open_storage(config.store), namespace=config.namespace, run=report.run)
     with _heartbeat(attempts):
-        earlier, left = attempts.left_behind()
+        earlier = attempts.left_behind()
         suspects: Counter[tuple[str, str]] = Counter()
-        for attempt in earlier:
+        for attempt in earlier.values():
             suspects.update({named: int(attempt.is_alone) for named in attempt.documents})
         settings = StageSettings(
             spec=config.spec(),
@@ -145,10 +154,17 @@ def _run(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport, tell: 
             suspects=dict(suspects),
         )
         committer = Committer(config, plan, report)
-        _follow(finished_units(config, plan, settings, attempts), committer, plan, report, tell)
+        with closing(finished_units(config, plan, settings, attempts)) as units:
+            _follow(units, committer, plan, report, tell)
         if len(committer.missing):
             report.vanished = len(committer.missing) - still_there(config, committer.missing)
-        attempts.clear(left)
+        attempts.clear(path for path, attempt in earlier.items() if _is_settled(attempt, plan))
+
+
+def _is_settled(attempt: Attempt, plan: ExtractPlan) -> bool:
+    """Whether every document of it was looked at by this run, which ended well."""
+    keys = keys_of([doc_id for doc_id, _ in attempt.documents])
+    return bool(np.isin(keys, plan.all_keys).all())
 
 
 def _follow(
@@ -221,8 +237,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _job(config: ExtractConfig) -> dict[str, object]:
+    from pipelines.extract_estimate import dry_run
     from pipelines.extract_lines import ProgressLines
 
+    if config.dry_run:
+        return dry_run(config).to_dict()
     return extract(config, progress=ProgressLines(config.progress_s)).to_dict()
 
 

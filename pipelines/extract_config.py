@@ -70,6 +70,8 @@ class ExtractConfig(Config):
     """Logical CPUs each actor reserves."""
     threads_per_actor: int | None = Field(default=None, ge=1)
     """Torch threads of an actor; null shares the machine's cores out among the actors."""
+    plan_processes: int = Field(default=1, ge=1)
+    """Processes of the driver that read the corpus for the plan, each a file at a time."""
     readers: int = Field(default=2, ge=1)
     """Tasks that read the corpus at a time."""
     shard_tokens: int = Field(default=16_384, ge=1)
@@ -77,6 +79,9 @@ class ExtractConfig(Config):
     works on at a time, and what is lost when it dies."""
     documents_per_shard: int = Field(default=256, ge=1)
     """Most documents of one shard file."""
+    units_at_once: int = Field(default=1, ge=1)
+    """Units an actor has in hand: with 2 it writes one while it computes the next, which a GPU needs; each takes the
+    memory of its slots."""
     commit_seconds: float = Field(default=20.0, gt=0.0)
     """Finished shards wait this long for company in one commit of the index."""
     commit_documents: int = Field(default=256, ge=1)
@@ -91,6 +96,18 @@ class ExtractConfig(Config):
     """Keep source text beside the slots, so that a server can fall back on it."""
     stall_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Seconds without a finished shard after which the run fails with a diagnosis."""
+    dry_run: bool = False
+    """Only say what a run would do, how long it would take and how much it would store."""
+    quality_check: str | None = None
+    """Command that judges the new slots on a held set when all documents are done: exit code 0 is good. It finds
+    ``C2KV_STORE``, ``C2KV_NAMESPACE``, ``C2KV_MODEL``, ``C2KV_SIDECAR``, ``C2KV_RATIO`` and ``C2KV_FINGERPRINT`` in its
+    environment. When it fails, the run fails and what is served stays served."""
+    quality_timeout_s: float = Field(default=3600.0, gt=0.0)
+    """Seconds that the check may take."""
+    promote: bool = False
+    """Make the new fingerprint the served one of the namespace when everything, the check included, went well."""
+    promote_ratio: int | None = None
+    """Which of the ratios that is; null takes the first."""
     progress_s: float = Field(default=10.0, gt=0.0)
     """Seconds between two lines of progress where there is no terminal."""
     price_per_hour: float | None = Field(default=None, ge=0.0)
@@ -104,6 +121,10 @@ class ExtractConfig(Config):
             raise ValueError(f"expected min_actors of at most actors ({self.actors}), got {self.min_actors}")
         if self.columns.metadata and not self.keep_text:
             raise ValueError("metadata lies beside the text: columns.metadata needs keep_text")
+        if self.promote_ratio is not None and self.promote_ratio not in self.ratios:
+            raise ValueError(
+                f"expected promote_ratio among ratios {list(self.ratios)}, got {self.promote_ratio}"
+            )
         if self.delete_missing and (self.limit is not None or self.mode != "sync"):
             raise ValueError("delete_missing needs mode sync and the whole corpus (no limit)")
         return self
@@ -113,6 +134,12 @@ class ExtractConfig(Config):
         if self.threads_per_actor is not None or self.num_gpus_per_actor:
             return self.threads_per_actor
         return max(1, (os.cpu_count() or 1) // self.actors)
+
+    @property
+    def hardware(self) -> str:
+        """What a run's speed depends on, beside the model: for comparing runs."""
+        each = f"{self.num_gpus_per_actor:g} GPU {self.num_cpus_per_actor:g} CPU"
+        return f"{self.actors} x {each} {self.device} {self.dtype}"
 
     def spec(self) -> CompressorSpec:
         """What compresses."""

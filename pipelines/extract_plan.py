@@ -52,6 +52,7 @@ def plan_run(config: ExtractConfig) -> PlannedRun:
         metadata=stored_metadata(ledger) if config.columns.metadata else None,
         only_new=config.mode == "add",
         keep=partition_of(config, ledger),
+        processes=config.plan_processes,
     )
     failed_before = 0
     if not config.retry_failed and len(plan.pending):

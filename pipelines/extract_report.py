@@ -51,6 +51,8 @@ class ExtractReport:
     namespace: str
     fingerprints: dict[int, str]
     """Fingerprint of the slots at each ratio."""
+    hardware: str
+    """``ExtractConfig.hardware``."""
     sidecar: str
     """``trained`` or ``untrained``."""
     documents: int
@@ -96,6 +98,8 @@ class ExtractReport:
     """Seconds of reserved GPUs while their actors were busy."""
     cost: float | None = None
     """Of the actors for the whole run, in the currency of ``price_per_hour``."""
+    quality: str = ""
+    """What became of the quality check and the promotion."""
     skipped_documents: int = 0
     failed_documents: int = 0
     skipped: list[Skipped] = field(default_factory=list)

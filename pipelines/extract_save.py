@@ -3,7 +3,7 @@
 import json
 
 from c2kv_core.config import to_yaml
-from c2kv_core.store import open_storage
+from c2kv_core.store import open_storage, require_store
 from c2kv_core.store.failures import as_store_error
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_report import ExtractReport
@@ -16,9 +16,11 @@ def save_run(config: ExtractConfig, report: ExtractReport) -> None:
     """Write ``runs/<run>/`` into the store.
 
     Raises:
-        StoreError: I/O error.
+        StoreError: the store is gone, or I/O error.
     """
     storage = open_storage(config.store)
+    # Where the store was removed, a folder with a report would stand in the way of the next.
+    require_store(storage)
     files = {
         "config.yaml": to_yaml(config),
         "report.json": json.dumps(report.to_dict(), indent=2),
@@ -80,6 +82,7 @@ def _figures(report: ExtractReport) -> list[tuple[str, str | None]]:
         ("computed tokens", f"{report.computed_tokens:,}, {report.padding_waste:.1%} of them padding"),
         ("parts, slots", f"{report.parts:,}, {report.slots:,}"),
         ("stored", f"{report.stored_bytes / 2**20:,.1f} MiB in {report.commits:,} commits"),
+        ("quality", report.quality or None),
         ("time", f"{report.elapsed_s:,.1f} s, {report.tokens_per_s:,.0f} tokens/s"),
         ("steady state", f"{report.steady_s:,.1f} s, {report.steady_tokens_per_s:,.0f} tokens/s"),
         ("CPU, GPU", f"{report.cpu_s:,.1f} s, {report.gpu_s:,.1f} s"),

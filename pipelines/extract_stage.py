@@ -3,6 +3,7 @@
 Columns in and out: ``extract_units.UNIT_SCHEMA`` and ``OUT_SCHEMA``. Slots leave the actor only into the store.
 """
 
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from c2kv_core import Compressor, CompressorSpec
 from c2kv_core.errors import IdentityError
 from c2kv_core.store import Attempt, Attempts, KVStore, open_storage, require_store
 from pipelines.extract_config import Attention
+from pipelines.extract_metrics import RaySink
 from pipelines.extract_units import Outcome, UnitDocument, documents_of, out_row
-from pipelines.extract_work import Work
-from pipelines.kernels import use_attention, use_deterministic_kernels
+from pipelines.extract_work import Tally, Work
+from pipelines.kernels import use_deterministic_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,32 +74,46 @@ class ExtractStage:
             namespace=settings.namespace,
             run=settings.run,
             max_document_bytes=settings.max_document_bytes,
+            attention=settings.attention,
         )
+        self._reporting = threading.Lock()
+        self._reported_cpu_s = time.process_time()
+        self._sink = RaySink("actor", namespace=settings.namespace)
         context = ray.get_runtime_context()
         self._node, self._actor = str(context.get_node_id()), str(context.get_actor_id())
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Extract and write the documents of one unit; one bad document fails alone."""
         (row,) = batch.to_pylist()
-        started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        padded_before = self._work.padded_tokens
-        outcomes = list(self._outcomes(row["unit"], documents_of(row)))
+        started_s, tally = time.perf_counter(), Tally()
+        outcomes = list(self._outcomes(row["unit"], documents_of(row), tally))
+        seconds = time.perf_counter() - started_s
+        self._sink.add("c2kv_extract_source_tokens", sum(o.source_tokens for o in outcomes))
+        self._sink.add("c2kv_extract_computed_tokens", tally.padded_tokens)
+        self._sink.add("c2kv_extract_unit_seconds", seconds)
         return out_row(
             row["unit"],
             outcomes,
             actor=self._actor,
-            seconds=time.perf_counter() - started_s,
-            cpu_s=time.process_time() - started_cpu_s,
-            padded_tokens=self._work.padded_tokens - padded_before,
+            seconds=seconds,
+            cpu_s=self._cpu_s_since_last_report(),
+            padded_tokens=tally.padded_tokens,
             keep_text=self._settings.keep_text,
         )
 
-    def _outcomes(self, unit: str, documents: Sequence[UnitDocument]) -> Iterable[Outcome]:
+    def _cpu_s_since_last_report(self) -> float:
+        # Units that overlap share the process's time: each second is told once.
+        with self._reporting:
+            now_s = time.process_time()
+            spent_s, self._reported_cpu_s = now_s - self._reported_cpu_s, now_s
+        return spent_s
+
+    def _outcomes(self, unit: str, documents: Sequence[UnitDocument], tally: Tally) -> Iterable[Outcome]:
         suspicions = self._suspicions(unit)
         together = [d for d in documents if d.named not in suspicions]
         suspects = [d for d in documents if d.named in suspicions]
         if together:
-            yield from self._noted(unit, together)
+            yield from self._noted(unit, together, tally)
         # The likeliest culprit first: what comes after it has not been computed in vain when it strikes again.
         for document in sorted(suspects, key=lambda d: -suspicions[d.named]):
             deaths = suspicions[document.named]
@@ -110,13 +126,12 @@ class ExtractStage:
                     "for lack of memory, or by a fault of a library (see Ray's logs)",
                 )
             else:
-                yield from self._noted(unit, [document])
+                yield from self._noted(unit, [document], tally)
 
-    def _noted(self, unit: str, documents: Sequence[UnitDocument]) -> list[Outcome]:
+    def _noted(self, unit: str, documents: Sequence[UnitDocument], tally: Tally) -> list[Outcome]:
         require_store(self._storage)
         note = self._attempts.begin(unit, [d.named for d in documents], node=self._node, actor=self._actor)
-        with use_attention(self._settings.attention):
-            outcomes = self._work.extract(documents)
+        outcomes = self._work.extract(documents, tally)
         self._attempts.end(note)
         return outcomes
 

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,6 @@ from pipelines.plan import ExtractPlan
 
 READER_CPUS = 0.5
 """Logical CPUs of a task that reads the corpus."""
-IN_FLIGHT = 2
-"""Units an actor holds: the one it works on and the next."""
 TICK_S = 0.5
 """How often the driver looks up while nothing comes."""
 
@@ -30,7 +28,7 @@ class StalledError(C2KVError):
 
 def finished_units(
     config: ExtractConfig, plan: ExtractPlan, settings: StageSettings, attempts: Attempts
-) -> Iterator[dict[str, Any] | None]:
+) -> Generator[dict[str, Any] | None, None, None]:
     """Rows of ``OUT_SCHEMA`` as they come, and None every ``TICK_S`` while none does.
 
     Raises:
@@ -51,7 +49,7 @@ def finished_units(
                 found = arrived.get(timeout=TICK_S)
             except queue.Empty:
                 if time.monotonic() - last_s > config.stall_timeout_s:
-                    raise StalledError(_diagnosis(config, attempts)) from None
+                    raise StalledError(stall_diagnosis(config, attempts)) from None
                 yield None
                 continue
             if found is None:
@@ -114,7 +112,12 @@ def _dataset(config: ExtractConfig, plan: ExtractPlan, settings: StageSettings) 
             batch_size=1,
             batch_format="pyarrow",
             compute=ActorPoolStrategy(
-                min_size=least, max_size=config.actors, max_tasks_in_flight_per_actor=IN_FLIGHT
+                min_size=least,
+                max_size=config.actors,
+                # Those it works on and the next.
+                max_tasks_in_flight_per_actor=config.units_at_once + 1,
+                max_concurrent_calls_per_actor=config.units_at_once,
+                enable_true_multi_threading=config.units_at_once > 1,
             ),
             num_cpus=config.num_cpus_per_actor,
             num_gpus=config.num_gpus_per_actor,
@@ -180,7 +183,12 @@ def check_resources(config: ExtractConfig) -> None:
             )
 
 
-def _diagnosis(config: ExtractConfig, attempts: Attempts) -> str:
+def stall_diagnosis(config: ExtractConfig, attempts: Attempts) -> str:
+    """What a run that does not go on is doing, as far as storage and the cluster tell.
+
+    Raises:
+        StoreError: storage cannot be read.
+    """
     import ray
 
     free = ray.available_resources()  # type: ignore[no-untyped-call]

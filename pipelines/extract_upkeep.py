@@ -1,6 +1,7 @@
 """What a run does to a store beyond adding slots: metadata that changed, documents that are gone from the corpus."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from c2kv_core.errors import InputError
 from c2kv_core.store import KVStore, Ledger
+from c2kv_core.store.names import bucket_of
 from pipelines.corpus.scan import keys_of, placed_rows
 from pipelines.extract_config import ExtractConfig
 from pipelines.plan import ExtractPlan
@@ -18,12 +20,26 @@ AT_ONCE = 1000
 """Documents of one commit."""
 
 
-def partition_of(config: ExtractConfig, ledger: Ledger) -> Callable[[str], bool] | None:
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """Documents whose bucket modulo ``of`` is ``mine``; picklable."""
+
+    namespace: str
+    buckets: int
+    mine: int
+    of: int
+
+    def __call__(self, doc_id: str) -> bool:
+        """Whether a document is of this partition."""
+        return bucket_of(self.namespace, doc_id, buckets=self.buckets) % self.of == self.mine
+
+
+def partition_of(config: ExtractConfig, ledger: Ledger) -> Partition | None:
     """Which documents are this job's, by the bucket that their rows are in; None: all."""
     if config.partition is None:
         return None
     mine, of = config.partition
-    return lambda doc_id: ledger.bucket(doc_id) % of == mine
+    return Partition(namespace=config.namespace, buckets=ledger.buckets, mine=mine, of=of)
 
 
 def missing_documents(config: ExtractConfig, ledger: Ledger, plan: ExtractPlan) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """What an actor does to documents: tokens, slots, shards, and what to do when one of them goes wrong."""
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,10 @@ from c2kv_core import CompressedDocument, Compressor
 from c2kv_core.batching import length_batches
 from c2kv_core.errors import InputError
 from c2kv_core.store import FailureKind, KVStore, Storage, require_store
+from pipelines.extract_config import Attention
 from pipelines.extract_reuse import Reusable, reusable_parts
 from pipelines.extract_units import Outcome, UnitDocument
+from pipelines.kernels import use_attention
 
 FAULTS = (InputError, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, MemoryError)
 """What a document can make a tokenizer or a model raise. Other errors stop the job: they are the job's own."""
@@ -47,8 +50,19 @@ class Tokenized:
         return tuple(self.reusable[ids][ratio] if ids in self.reusable else next(fresh) for ids in self.parts)
 
 
+@dataclass
+class Tally:
+    """What a unit took."""
+
+    padded_tokens: int = 0
+    """Tokens computed, padding included."""
+
+
 class Work:
-    """A loaded model, and the stores its slots go to."""
+    """A loaded model, and the stores its slots go to.
+
+    Several threads may extract at the same time: one computes while others write.
+    """
 
     def __init__(
         self,
@@ -59,14 +73,15 @@ class Work:
         namespace: str,
         run: str,
         max_document_bytes: int,
+        attention: Attention = "auto",
     ) -> None:
         self._compressor, self._stores, self._storage = compressor, stores, storage
         self._namespace, self._run = namespace, run
         self._max_document_bytes = max_document_bytes
-        self.padded_tokens = 0
-        """Tokens computed so far, padding included."""
+        self._attention: Attention = attention
+        self._computing = threading.Lock()
 
-    def extract(self, documents: Sequence[UnitDocument]) -> list[Outcome]:
+    def extract(self, documents: Sequence[UnitDocument], tally: Tally) -> list[Outcome]:
         """Make slots and write them; outcomes in any order.
 
         Raises:
@@ -75,13 +90,14 @@ class Work:
         outcomes: list[Outcome] = []
         by_ratios: defaultdict[tuple[int, ...], list[Tokenized]] = defaultdict(list)
         for document in documents:
-            made = self._tokenize(document)
+            with self._computing:  # tokenizers are for one thread at a time
+                made = self._tokenize(document)
             if isinstance(made, Outcome):
                 outcomes.append(made)
             else:
                 by_ratios[document.ratios].append(made)
         for ratios, group in by_ratios.items():
-            outcomes += self._compute(group, ratios)
+            outcomes += self._compute(group, ratios, tally)
         return outcomes
 
     def _tokenize(self, document: UnitDocument) -> Tokenized | Outcome:
@@ -101,11 +117,11 @@ class Work:
         stores = {ratio: self._stores[ratio] for ratio in document.ratios}
         return reusable_parts(self._compressor, stores, self._namespace, document.doc_id)
 
-    def _compute(self, group: Sequence[Tokenized], ratios: tuple[int, ...]) -> list[Outcome]:
+    def _compute(self, group: Sequence[Tokenized], ratios: tuple[int, ...], tally: Tally) -> list[Outcome]:
         if not group:
             return []
         try:
-            return self._store(group, ratios)
+            return self._store(group, ratios, tally)
         except FAULTS as error:
             if len(group) == 1:
                 kind: FailureKind = (
@@ -113,12 +129,14 @@ class Work:
                 )
                 return [_failed(group[0].document, error, kind)]
         # One of several documents is to blame, or they were too many: each gets its own try.
-        return [outcome for one in group for outcome in self._compute([one], ratios)]
+        return [outcome for one in group for outcome in self._compute([one], ratios, tally)]
 
-    def _store(self, group: Sequence[Tokenized], ratios: tuple[int, ...]) -> list[Outcome]:
-        started_s = time.perf_counter()
+    def _store(self, group: Sequence[Tokenized], ratios: tuple[int, ...], tally: Tally) -> list[Outcome]:
         wanted = [one.to_compute for one in group]
-        made = self._compressor.compress(wanted, ratios)
+        with self._computing, use_attention(self._attention):
+            started_s = time.perf_counter()
+            made = self._compressor.compress(wanted, ratios)
+            tally.padded_tokens += self._padded(wanted)
         # Again, because computing takes its time.
         require_store(self._storage)
         rows: defaultdict[str, list[dict[str, str | int]]] = defaultdict(list)
@@ -129,7 +147,6 @@ class Work:
             ]
             for row in self._stores[ratio].write_shard(documents, run=self._run):
                 rows[row.doc_id].append(row.to_dict())
-        self._count(wanted)
         seconds = time.perf_counter() - started_s
         total = sum(one.tokens for one in group)
         return [
@@ -144,10 +161,10 @@ class Work:
             for one in group
         ]
 
-    def _count(self, parts: Sequence[Sequence[Sequence[int]]]) -> None:
+    def _padded(self, parts: Sequence[Sequence[Sequence[int]]]) -> int:
         lengths = [len(ids) for document in parts for ids in document]
-        for batch in length_batches(lengths, max_tokens=self._compressor.spec.max_batch_tokens):
-            self.padded_tokens += len(batch) * max(lengths[place] for place in batch)
+        batches = length_batches(lengths, max_tokens=self._compressor.spec.max_batch_tokens)
+        return sum(len(batch) * max(lengths[place] for place in batch) for batch in batches)
 
 
 def _failed(document: UnitDocument, error: Exception, kind: FailureKind) -> Outcome:

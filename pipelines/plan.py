@@ -116,6 +116,11 @@ class Pending:
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return sum(getattr(self, name).nbytes for name in ("keys", "masks", "stored", "sizes", "contents"))
+
     def only(self, kept: NDArray[np.bool_]) -> "Pending":
         """Some of the documents."""
         columns = ("keys", "masks", "stored", "sizes", "contents")
@@ -196,6 +201,7 @@ def plan_extraction(
     metadata: Stored | None = None,
     only_new: bool = False,
     keep: Callable[[str], bool] | None = None,
+    processes: int = 1,
 ) -> ExtractPlan:
     """Compare a corpus with what is stored.
 
@@ -207,12 +213,13 @@ def plan_extraction(
         metadata: what is carried along with documents in the store; None does not compare it.
         only_new: leave documents alone of which another content is stored.
         keep: which documents are looked at, by id; all by default.
+        processes: that read the corpus at the same time.
 
     Raises:
         CorpusError: no document, an unreadable row or an id that occurs twice.
     """
     files = corpus_files(os.fspath(corpus))
-    scan = scan_corpus(files, columns or Columns(), limit=limit, keep=keep)
+    scan = scan_corpus(files, columns or Columns(), limit=limit, keep=keep, processes=processes)
     if not scan.documents and keep is None:
         raise CorpusError(f"expected documents in {os.fspath(corpus)}, found none")
     masks, held = _compare(scan, stored, only_new=only_new)

@@ -154,6 +154,27 @@ def test_duplicate_ids_are_refused_over_files(tmp_path: Path) -> None:
         plan_extraction(tmp_path, {})
 
 
+def test_several_processes_read_the_same_plan(tmp_path: Path) -> None:
+    for number in range(4):
+        write_jsonl(
+            tmp_path / f"{number}.jsonl", [{"id": f"{number}-{i}", "text": "x" * i} for i in range(5)]
+        )
+    stored = {4: held({"1-1": content_hash("", "x"), "2-2": content_hash("", "other")})}
+    one, two = (plan_extraction(tmp_path, stored, processes=n) for n in (1, 2))
+    assert (one.pending.keys == two.pending.keys).all() and (one.pending.masks == two.pending.masks).all()
+    assert (one.all_keys == two.all_keys).all() and one.empty_ids == two.empty_ids == (
+        "0-0",
+        "1-0",
+        "2-0",
+        "3-0",
+    )
+    write_jsonl(tmp_path / "9.jsonl", [{"id": "3-4", "text": "again"}])
+    with pytest.raises(
+        CorpusError, match=r"'3-4' occurs in .*3\.jsonl \(document 5\) and again in .*9\.jsonl"
+    ):
+        plan_extraction(tmp_path, {}, processes=2)
+
+
 def test_a_corpus_without_documents_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(CorpusError, match="found none"):

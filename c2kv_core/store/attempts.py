@@ -8,7 +8,7 @@ goes on are not taken for its end.
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -110,8 +110,8 @@ class Attempts:
         with as_store_error(f"write {self._folder}{_ALIVE}"):
             self._storage.put(f"{self._folder}{_ALIVE}", b"{}")
 
-    def left_behind(self) -> tuple[list[Attempt], list[str]]:
-        """Attempts of other runs that are dead, and the paths of their notes. Needs a fresh heartbeat of one's own.
+    def left_behind(self) -> dict[str, Attempt]:
+        """Attempts of other runs that are dead, by the path of their note. Needs a fresh heartbeat of one's own.
 
         Raises:
             StoreError: I/O error.
@@ -121,22 +121,32 @@ class Attempts:
             beats = {f.path: f.modified_s for f in files if f.path.endswith(f"/{_ALIVE}")}
             # By the storage's own clock, which stamped both.
             now_s = beats.get(f"{self._folder}{_ALIVE}", max(beats.values(), default=0.0))
-            dead = [f for f in files if self._is_left(f, beats, now_s)]
-            notes = [f for f in dead if not f.path.endswith(f"/{_ALIVE}")]
-            return list(self._read(notes)), [f.path for f in dead]
+            notes = [f for f in files if f.path not in beats and self._is_left(f, beats, now_s)]
+            return {f.path: attempt for f in notes for attempt in self._read([f])}
 
-    def clear(self, others: Sequence[str] = ()) -> None:
+    def clear(self, others: Iterable[str] = ()) -> None:
         """Remove all notes of this run, and these of others, once every document in them is accounted for.
+
+        Of dead runs that have no note left, the heartbeat goes too.
 
         Raises:
             StoreError: I/O error.
         """
-        with as_store_error(f"clear {self._folder}"):
-            for path in [*(f.path for f in self._storage.list_files(self._folder)), *others]:
+        with as_store_error(f"clear {self._root}"):
+            for path in others:
                 self._storage.delete(path)
+            files = list(self._storage.list_files(self._root))
+            beats = {f.path: f.modified_s for f in files if f.path.endswith(f"/{_ALIVE}")}
+            now_s = beats.get(f"{self._folder}{_ALIVE}", 0.0)
+            noted = {_folder_of(f.path) for f in files if f.path not in beats}
+            for file in files:
+                is_own = _folder_of(file.path) == self._folder
+                is_over = _folder_of(file.path) not in noted and self._is_left(file, beats, now_s)
+                if is_own or is_over:
+                    self._storage.delete(file.path)
 
     def _is_left(self, file: StoredFile, beats: dict[str, float], now_s: float) -> bool:
-        folder = file.path.rpartition("/")[0] + "/"
+        folder = _folder_of(file.path)
         return folder != self._folder and now_s - beats.get(f"{folder}{_ALIVE}", 0.0) > DEAD_AFTER_S
 
     def _files(self, folder: str) -> list[StoredFile]:
@@ -149,3 +159,7 @@ class Attempts:
                 values = json.loads(self._storage.get(file.path).to_pybytes())
                 documents = tuple((doc_id, content) for doc_id, content in values["documents"])
                 yield Attempt(**{**values, "documents": documents})
+
+
+def _folder_of(path: str) -> str:
+    return path.rpartition("/")[0] + "/"

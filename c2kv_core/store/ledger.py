@@ -12,7 +12,7 @@ import pyarrow as pa
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.index import Index
 from c2kv_core.store.manifest import DEFAULT_BUCKETS, Manifest, read_manifest
-from c2kv_core.store.names import bucket_of, check_namespace
+from c2kv_core.store.names import check_namespace
 from c2kv_core.store.storage import Storage
 from c2kv_core.store.table import Table
 from c2kv_core.store.texts import Texts
@@ -42,10 +42,6 @@ class Ledger:
     def buckets(self) -> int:
         """Partitions of the index; those of a new store where there is none."""
         return self._manifest.buckets if self._manifest else DEFAULT_BUCKETS
-
-    def bucket(self, doc_id: str) -> int:
-        """Partition that a document's rows are in."""
-        return bucket_of(self._namespace, doc_id, buckets=self.buckets)
 
     def documents(self, fingerprint: str | None = None) -> Iterator[pa.Table]:
         """Columns ``doc_id`` and ``content_hash`` of the live rows, under one fingerprint or all of them.

@@ -2,8 +2,10 @@
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
+from multiprocessing import get_context
 
 import numpy as np
 import xxhash
@@ -116,6 +118,7 @@ def scan_corpus(
     *,
     limit: int | None = None,
     keep: Callable[[str], bool] | None = None,
+    processes: int = 1,
 ) -> Scan:
     """Read all documents of a corpus, in order, and keep nothing of their texts.
 
@@ -123,18 +126,40 @@ def scan_corpus(
         files: of the corpus.
         columns: which is what.
         limit: documents to read.
-        keep: which of them are kept, by id; all by default.
+        keep: which of them are kept, by id; all by default. Picklable where there are several processes.
+        processes: that read files at the same time; with a limit one reads them in turn.
 
     Raises:
         CorpusError: an unreadable row, or an id that occurs twice.
     """
+    if processes == 1 or limit is not None or len(files) == 1:
+        scan = _scan(files, columns, limit, keep)
+    else:
+        # Not forked: the caller may hold threads of Arrow, Ray or botocore.
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            several = pool.map(_scan, ([file] for file in files), repeat(columns), repeat(None), repeat(keep))
+            scan = _joined(list(several))
+    _check_unique(scan, files, columns)
+    return scan
+
+
+def _scan(
+    files: Sequence[CorpusFile], columns: Columns, limit: int | None, keep: Callable[[str], bool] | None
+) -> Scan:
     growing = _Growing()
     for file, number, row in islice(placed_rows(files, columns), limit):
         if keep is None or keep(row.document.doc_id):
             growing.add(row, file, number)
-    scan = growing.finish()
-    _check_unique(scan, files, columns)
-    return scan
+    return growing.finish()
+
+
+def _joined(scans: Sequence[Scan]) -> Scan:
+    """Scans of one file each, in order, as one."""
+    names = ("keys", "contents", "metadata", "sizes", "numbers", "empty")
+    columns = {name: np.concatenate([getattr(scan, name) for scan in scans]) for name in names}
+    files = np.concatenate([np.full(scan.documents, place, np.uint32) for place, scan in enumerate(scans)])
+    empty_ids = tuple(islice((doc_id for scan in scans for doc_id in scan.empty_ids), NAMED))
+    return Scan(**columns, files=files, empty_ids=empty_ids)
 
 
 def placed_rows(files: Sequence[CorpusFile], columns: Columns) -> Iterator[tuple[int, int, CorpusRow]]:
