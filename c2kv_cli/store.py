@@ -1,5 +1,6 @@
 """``c2kv store``: look at a store, check it, remove from it."""
 
+import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -127,12 +128,15 @@ def show(
         "namespace": namespace,
         "title": text.title if text else None,
         "text_characters": len(text.text) if text else None,
+        "metadata": json.loads(text.metadata) if text and text.metadata else None,
         "records": [_with_identity(store, row) for row in rows],
     }
     if as_json:
         print_json(report)
         return
     typer.echo(f"{doc_id}  {report['title'] or ''}")
+    if report["metadata"] is not None:
+        typer.echo(f"  {'metadata':>14}  {json.dumps(report['metadata'])}")
     for record in report["records"]:
         for name, value in record.items():
             typer.echo(f"  {name:>14}  {value}")

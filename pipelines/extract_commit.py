@@ -31,23 +31,16 @@ class Committer:
         self._letters = DeadLetters.open(config.store)
         self._sink = RaySink("driver", namespace=config.namespace)
         self._taken = np.zeros(len(plan.pending), bool)
-        self._failed = 0
+        self.taken = 0
+        """Documents of the plan that came back, stored or failed."""
+        self.failed = 0
+        """Of these, documents that failed."""
         self._waiting: list[tuple[SourceText | None, list[IndexRow], Mapping[str, Any]]] = []
         self._new_letters: list[DeadLetter] = []
         self._last_s = time.monotonic()
         self._first_unit_s: float | None = None
         self.done_bytes = 0
         """Bytes of the texts of all documents taken."""
-
-    @property
-    def taken(self) -> int:
-        """Documents of the plan that came back, stored or failed."""
-        return int(self._taken.sum())
-
-    @property
-    def failed(self) -> int:
-        """Of these, documents that failed."""
-        return self._failed
 
     @property
     def missing(self) -> np.ndarray[Any, np.dtype[np.bytes_]]:
@@ -68,6 +61,7 @@ class Committer:
             if place is None or self._taken[place]:
                 continue
             self._taken[place] = True
+            self.taken += 1
             self.done_bytes += int(self._plan.pending.sizes[place])
             if outcome["kind"] is None:
                 self._take_stored(outcome)
@@ -130,7 +124,7 @@ class Committer:
         )
 
     def _take_failed(self, outcome: Mapping[str, Any]) -> None:
-        self._failed += 1
+        self.failed += 1
         self._report.failed_documents += 1
         if len(self._report.failed) < NAMED:
             self._report.failed.append(
@@ -154,10 +148,10 @@ class Committer:
 
     def _check_failures(self) -> None:
         allowed = max(MIN_FAILURES, int(self._config.max_failed_fraction * len(self._plan.pending)))
-        if self._failed > allowed:
+        if self.failed > allowed:
             last = self._report.failed[-1]
             raise TooManyFailuresError(
-                f"{self._failed} of {len(self._plan.pending)} documents failed, more than max_failed_fraction "
+                f"{self.failed} of {len(self._plan.pending)} documents failed, more than max_failed_fraction "
                 f"({self._config.max_failed_fraction:g}) allows; one of them, {last.doc_id!r}: {last.reason}. Failures "
                 "not recorded yet are not held against the documents: find the cause and run the command again"
             )

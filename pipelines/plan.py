@@ -7,6 +7,7 @@ while it is made and ``PENDING_BYTES`` a document to extract while the job runs,
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -169,12 +170,12 @@ class ExtractPlan:
         """Documents to extract of which nothing is stored."""
         return len(self.pending) - self.changed
 
-    @property
+    @cached_property
     def changed(self) -> int:
         """Documents to extract of which another content is stored."""
         return int(self.pending.stored.sum())
 
-    @property
+    @cached_property
     def pending_bytes(self) -> int:
         """Bytes of the texts to extract."""
         return int(self.pending.sizes.sum(dtype=np.uint64))

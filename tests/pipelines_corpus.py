@@ -107,3 +107,17 @@ def test_real_documents_go_through_the_job_and_are_all_accounted_for(
     report = extract(config)
     assert (report.documents, report.extracted, report.failed, report.unaccounted) == (24, 24, [], 0)
     assert extract(config).unchanged == 24
+
+
+@pytest.mark.ray
+@pytest.mark.soak
+def test_the_whole_corpus_goes_through_the_job(ray_cluster: None, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", max_position_embeddings=1024)
+    config = ExtractConfig(
+        corpus=str(CORPUS), store=str(tmp_path / "store"), model=str(model), actors=2, threads_per_actor=1
+    )
+    report = extract(config)
+    assert (report.documents, report.extracted, report.unaccounted) == (DOCUMENTS, DOCUMENTS, 0)
+    assert report.padding_waste < 0.1
+    again = extract(config)
+    assert (again.unchanged, again.extracted, again.actors) == (DOCUMENTS, 0, {})

@@ -108,9 +108,7 @@ def test_actors_killed_again_and_again_change_nothing(
     calm: ExtractConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.extract_stream.ExtractStage", ShakyStage)
-    config = calm.model_copy(
-        update={"store": str(tmp_path / "store"), "documents_per_shard": 7, "units_at_once": 2}
-    )
+    config = calm.model_copy(update={"store": str(tmp_path / "store"), "documents_per_shard": 7})
     report = extract(config)
     assert (report.extracted, report.failed_documents) == (DOCUMENTS, 0)
     assert len(list((tmp_path / "seen").iterdir())) == 3, "every unit lost its process once"

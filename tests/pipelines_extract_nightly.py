@@ -45,6 +45,7 @@ def test_two_nights(ray_cluster: None, tmp_path: Path, model_dir: Path) -> None:
         ratios=(4, 8),
         columns=Columns(metadata=("label",)),
         price_per_hour=3.6,
+        units_at_once=2,
     )
     texts = {"long": LONG, **{f"d{i}": f"The ash {i} is grey." for i in range(6)}}
     write_jsonl(tmp_path / "corpus.jsonl", labelled({}, **texts))

@@ -68,7 +68,10 @@ def measure_job(report: BenchReport, base: ExtractConfig, *, documents: int, wor
         threads = torch.get_num_threads()
         torch.set_num_threads(config.threads() or threads)
         try:
+            _loop(compressor, ids[:1], config)
+            cpu_before_s = time.process_time()
             before_s = _loop(compressor, ids, config)
+            loop_cpu_s = time.process_time() - cpu_before_s
             done = extract(config)
             after_s = _loop(compressor, ids, config)
         finally:
@@ -86,6 +89,8 @@ def measure_job(report: BenchReport, base: ExtractConfig, *, documents: int, wor
         "job_busy_tokens_per_s": sum(work.tokens_per_s for work in done.actors.values()),
         "loop_tokens_per_s": loop_tokens_per_s,
         "job_start_s": done.elapsed_s - done.steady_s,
+        # Where the machine has other work, these tell more than the times do.
+        "job_cpu_s_over_loops": done.cpu_s / loop_cpu_s,
         "job_padding_waste": done.padding_waste,
     }
 
