@@ -1,5 +1,6 @@
 """``c2kv store``: look at a store, check it, remove from it."""
 
+import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from rich.table import Table
 from c2kv_cli.options import AsJson, print_json
 from c2kv_core.errors import InputError, StoreError
 from c2kv_core.identity import Identity
-from c2kv_core.store import GcReport, IndexRow, KVStore, Totals, history, promote
+from c2kv_core.store import DeadLetters, GcReport, IndexRow, KVStore, Totals, history, promote
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
@@ -127,15 +128,40 @@ def show(
         "namespace": namespace,
         "title": text.title if text else None,
         "text_characters": len(text.text) if text else None,
+        "metadata": json.loads(text.metadata) if text and text.metadata else None,
         "records": [_with_identity(store, row) for row in rows],
     }
     if as_json:
         print_json(report)
         return
     typer.echo(f"{doc_id}  {report['title'] or ''}")
+    if report["metadata"] is not None:
+        typer.echo(f"  {'metadata':>14}  {json.dumps(report['metadata'])}")
     for record in report["records"]:
         for name, value in record.items():
             typer.echo(f"  {name:>14}  {value}")
+
+
+@app.command("failures")
+def failures(uri: Uri, namespace: Namespace = None, as_json: AsJson = False) -> None:
+    """Documents that could not be extracted, and why; `c2kv extract --retry-failed` tries them again."""
+    letters = DeadLetters.open(uri).rows(namespace=namespace)
+    if as_json:
+        listed = [
+            {
+                **asdict(one),
+                "first_failed_at": one.first_failed_at.isoformat(),
+                "last_failed_at": one.last_failed_at.isoformat(),
+            }
+            for one in letters
+        ]
+        print_json({"uri": uri, "failures": listed})
+        return
+    for one in letters:
+        name = one.doc_id if one.doc_id.isprintable() else repr(one.doc_id)
+        typer.echo(
+            f"{one.namespace}\t{one.fingerprint[:12]}\t{one.kind}\t{one.attempts}\t{name}\t{one.reason}"
+        )
 
 
 @app.command("verify")

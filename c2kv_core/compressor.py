@@ -63,7 +63,7 @@ class Compressor:
             tokenizer=tokenizer,
             renderer=ChatRenderer(tokenizer),
             sidecar=sidecar,
-            extractor=Extractor(model, sidecar),
+            extractor=Extractor(model, sidecar, max_batch_tokens=spec.max_batch_tokens),
             identities=identities,
         )
 
@@ -118,14 +118,16 @@ class Compressor:
             InputError: slots that are not finite in the dtype they are stored in.
         """
         flat = [ids for document in parts for ids in document]
-        slots = self.extractor.extract_ratios(
-            flat, ratios or self.spec.ratios, force_ratio=self.spec.force_ratio
-        )
         dtype = parse_dtype(self.spec.slot_dtype)
+        slots = self.extractor.extract_ratios(
+            flat,
+            ratios or self.spec.ratios,
+            force_ratio=self.spec.force_ratio,
+            # At once: a long document would fill a GPU with slots that only wait to be stored.
+            finish=lambda part: _finite(part.to(dtype, device="cpu")),
+        )
         counts = [len(document) for document in parts]
-        return {
-            ratio: _regroup([_finite(d.to(dtype)) for d in made], counts) for ratio, made in slots.items()
-        }
+        return {ratio: _regroup(made, counts) for ratio, made in slots.items()}
 
     def stored(
         self, namespace: str, source: SourceDocument, parts: tuple[CompressedDocument, ...]

@@ -46,11 +46,11 @@ class CompressedDocument:
         """Bytes of keys and values together."""
         return self.keys.nbytes + self.values.nbytes
 
-    def to(self, dtype: torch.dtype) -> "CompressedDocument":
-        """The same part with keys and values in another floating dtype."""
+    def to(self, dtype: torch.dtype, *, device: str | None = None) -> "CompressedDocument":
+        """The same part with keys and values in another floating dtype, and on another device if one is given."""
         return CompressedDocument(
-            keys=self.keys.to(dtype),
-            values=self.values.to(dtype),
+            keys=self.keys.to(device=device, dtype=dtype),
+            values=self.values.to(device=device, dtype=dtype),
             slot_positions=self.slot_positions,
             num_tokens=self.num_tokens,
             ratio=self.ratio,

@@ -4,7 +4,7 @@ Shape legend: B documents of a batch, N tokens (padded), M slots (padded), D hid
 H head dim, L layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,9 +103,22 @@ class Extractor:
         return self.extract_ratios(documents, (ratio,), force_ratio=force_ratio)[ratio]
 
     def extract_ratios(
-        self, documents: Sequence[Sequence[int]], ratios: Sequence[int], *, force_ratio: bool = False
+        self,
+        documents: Sequence[Sequence[int]],
+        ratios: Sequence[int],
+        *,
+        force_ratio: bool = False,
+        finish: Callable[[CompressedDocument], CompressedDocument] | None = None,
     ) -> dict[int, list[CompressedDocument]]:
-        """As ``extract``, for several ratios with one pass over the tokens: ``{ratio: documents}``."""
+        """As ``extract``, for several ratios with one pass over the tokens: ``{ratio: documents}``.
+
+        Args:
+            documents: token ids, at least one a document.
+            ratios: source tokens per slot.
+            force_ratio: allow ratios the sidecar was not trained for.
+            finish: turns each result into what is kept, as soon as it is there: many documents then take the memory
+                of what is kept, not of what was computed.
+        """
         if not force_ratio:
             for ratio in ratios:
                 self.sidecar.config.require_ratio(ratio)
@@ -117,7 +130,8 @@ class Extractor:
                 for states in self.states([documents[i] for i in batch], ratios):
                     single = len(batch) == 1
                     for i, document in zip(batch, states.documents(), strict=True):
-                        found[states.ratio][i] = document if single else _own_memory(document)
+                        own = document if single else _own_memory(document)
+                        found[states.ratio][i] = own if finish is None else finish(own)
         return {ratio: [by_place[i] for i in range(len(documents))] for ratio, by_place in found.items()}
 
     def states(self, documents: Sequence[Sequence[int]], ratios: Sequence[int]) -> list[SlotStates]:

@@ -42,6 +42,8 @@ class CompressorSpec:
     """Dtype of slots between extraction and use."""
     quantisation: str = "none"
     """Codec by which slots are stored: ``none`` or ``int8``."""
+    max_batch_tokens: int = 4096
+    """Padded tokens of one forward pass; of no influence on what slots are, beyond rounding."""
 
     def __post_init__(self) -> None:
         if not self.ratios:

@@ -3,44 +3,58 @@
 python -m pipelines.extract --config FILE.yaml key=value ...
 """
 
-import json
-import logging
+import threading
 import time
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Literal
 
-from c2kv_core.config import to_yaml
-from c2kv_core.errors import C2KVError
-from c2kv_core.identity import Identity
-from c2kv_core.store import IndexRow, KVStore, SourceText, check_namespace, open_storage
-from c2kv_core.text import content_hash
+import numpy as np
+
+from c2kv_core import CompressorSpec
+from c2kv_core.errors import C2KVError, StoreError
+from c2kv_core.store import Attempt, Attempts, KVStore, check_namespace, open_storage
+from c2kv_core.store.attempts import HEARTBEAT_S
+from pipelines.corpus.scan import keys_of
+from pipelines.extract_commit import Committer, TooManyFailuresError
 from pipelines.extract_config import ExtractConfig
+from pipelines.extract_plan import plan_run, still_there
+from pipelines.extract_promote import check_and_promote
 from pipelines.extract_report import ExtractReport, Skipped
+from pipelines.extract_save import save_run
+from pipelines.extract_upkeep import relabel, remove_missing
 from pipelines.job import job_main
-from pipelines.plan import ExtractPlan, plan_extraction
+from pipelines.plan import ExtractPlan
 from pipelines.ray_session import ray_session
 
-COMMIT_SECONDS = 20.0
-"""Finished shards wait this long for company in one index commit."""
-COMMIT_DOCUMENTS = 256
-"""... or until this many documents wait."""
+Phase = Literal["planning", "starting Ray", "loading the model", "extracting", "finishing"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a run is."""
 
-    done: int
-    """Documents finished, published or not."""
-    pending: int
+    phase: Phase
+    done: int = 0
+    """Documents finished, published or not, failures included."""
+    failed: int = 0
+    pending: int = 0
     """Documents to extract in this run."""
-    source_tokens: int
+    source_tokens: int = 0
     """Of the finished documents."""
-    elapsed_s: float
+    elapsed_s: float = 0.0
+    """Since the first unit was begun."""
+    eta_s: float | None = None
+    """Seconds to go, by the bytes of the texts done and to do; None before anything is done."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Source tokens a second so far."""
+        return self.source_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
 
 OnProgress = Callable[[Progress], None]
@@ -55,192 +69,180 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
     Raises:
         InputError: a subclass that says what is wrong with corpus, model, sidecar, ratio or store.
         StoreError: the store failed.
-        C2KVError: a document got lost on the way, or nothing finished for ``stall_timeout_s``.
+        C2KVError: a document got lost on the way, too many failed, or nothing finished for ``stall_timeout_s``.
     """
+    tell = progress or (lambda _: None)
+    tell(Progress(phase="planning"))
     spec = config.spec()
     check_namespace(config.namespace)
-    identities = spec.identities()
-    stored = {k: _stored_hashes(config, identity) for k, identity in identities.items()}
-    plan = plan_extraction(config.corpus, stored, limit=config.limit)
-    report = ExtractReport(
-        run=f"extract-{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}",
-        store=config.store,
-        namespace=config.namespace,
-        fingerprints={k: identity.fingerprint for k, identity in identities.items()},
-        sidecar="trained" if spec.is_trained() else "untrained",
-        documents=plan.documents,
-        unchanged=plan.unchanged,
-        skipped=[Skipped(doc_id=doc_id, reason="the document has no text") for doc_id in plan.empty],
-    )
-    if plan.pending:
-        started = time.monotonic()
-        KVStore.open(config.store, create=True)
-        with ray_session():
-            _run(config, plan, report, progress)
+    planned = plan_run(config)
+    plan = planned.plan
+    report = _new_report(config, spec, plan)
+    report.fingerprints = planned.fingerprints
+    report.failed_before = planned.failed_before
+    started = time.monotonic()
+    try:
+        if len(plan.pending):
+            KVStore.open(config.store, create=True)
+            tell(Progress(phase="starting Ray", pending=len(plan.pending)))
+            with ray_session():
+                _run(config, plan, report, tell)
+        report.relabelled = relabel(config, plan)
+        report.removed = remove_missing(config, planned.missing)
+        if report.unaccounted:
+            raise C2KVError(
+                f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"
+            )
+        if config.quality_check is not None or config.promote:
+            report.quality = check_and_promote(config, report.fingerprints, report.run)
+        report.state = "done"
+    except C2KVError as error:
+        report.state = f"stopped: {error}"
+        raise
+    except KeyboardInterrupt:
+        report.state = "interrupted"
+        raise
+    finally:
         report.elapsed_s = time.monotonic() - started
-        _save_run(config, report)
-    if report.unaccounted:
-        raise C2KVError(
-            f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"
-        )
+        if config.price_per_hour is not None:
+            report.cost = config.price_per_hour * config.actors * report.elapsed_s / 3600
+        if len(plan.pending) or report.relabelled or report.removed or report.quality:
+            with suppress(StoreError):
+                save_run(config, report)
     return report
 
 
-def _stored_hashes(config: ExtractConfig, identity: Identity) -> Mapping[str, str]:
-    """Content hashes under one identity; none where there is no store yet."""
-    store = KVStore.find(config.store, identity=identity)
-    return store.content_hashes(namespace=config.namespace) if store else {}
-
-
-def _run(
-    config: ExtractConfig, plan: ExtractPlan, report: ExtractReport, progress: OnProgress | None
-) -> None:
-    committer = _Committer(config, report)
-    started = time.monotonic()
-    tokens = 0
-    for done, row in enumerate(_outcomes(config, plan, report), start=1):
-        committer.take(row)
-        tokens += row["source_tokens"]
-        if progress is not None:
-            elapsed_s = time.monotonic() - started
-            progress(
-                Progress(done=done, pending=len(plan.pending), source_tokens=tokens, elapsed_s=elapsed_s)
-            )
-    committer.commit()
-
-
-def _outcomes(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport) -> Iterator[dict[str, Any]]:
-    """Rows of ``extract_stage.OUT_SCHEMA`` as they are finished."""
-    import ray
-    from ray.data import ActorPoolStrategy, DataContext
-    from ray.exceptions import RayError
-
-    from pipelines.corpus_datasource import PendingDocuments
-    from pipelines.extract_stage import ExtractStage
-
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    # At errors it prints the trace of every failure, which is told on one line below.
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    context.execution_no_progress_timeout_s = config.stall_timeout_s
-    _check_resources(config)
-    source = PendingDocuments(
-        config.corpus, plan.pending, limit=config.limit, block_documents=config.documents_per_shard
+def _new_report(config: ExtractConfig, spec: CompressorSpec, plan: ExtractPlan) -> ExtractReport:
+    return ExtractReport(
+        run=f"extract-{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}",
+        store=config.store,
+        namespace=config.namespace,
+        fingerprints={},
+        hardware=config.hardware,
+        sidecar="trained" if spec.is_trained() else "untrained",
+        documents=plan.documents,
+        unchanged=plan.unchanged,
+        new=plan.new,
+        changed=plan.changed,
+        skipped_documents=plan.empty,
+        skipped=[Skipped(doc_id=doc_id, reason="the document has no text") for doc_id in plan.empty_ids],
     )
-    documents = ray.data.read_datasource(source, num_cpus=READER_CPUS)
-    with warnings.catch_warnings():
-        # Ray 2.60 has no other name for an actor's restarts yet.
-        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
-        dataset = documents.map_batches(
-            ExtractStage,
-            fn_constructor_kwargs={
-                "spec": config.spec(),
-                "fingerprints": report.fingerprints,
-                "store": config.store,
-                "namespace": config.namespace,
-                "run": report.run,
-                "threads": config.threads(),
-            },
-            batch_size=config.documents_per_shard,
-            batch_format="pyarrow",
-            compute=ActorPoolStrategy(size=config.actors),
-            num_cpus=config.num_cpus_per_actor,
-            num_gpus=config.num_gpus_per_actor,
-            # Bounded, because a document that kills the process would otherwise restart its actor for ever.
-            max_restarts=2,
-            max_task_retries=2,
+
+
+def _run(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport, tell: OnProgress) -> None:
+    from pipelines.extract_stage import StageSettings
+    from pipelines.extract_stream import finished_units
+
+    attempts = Attempts(open_storage(config.store), namespace=config.namespace, run=report.run)
+    with _heartbeat(attempts):
+        earlier = attempts.left_behind()
+        suspects: Counter[tuple[str, str]] = Counter()
+        for attempt in earlier.values():
+            suspects.update({named: int(attempt.is_alone) for named in attempt.documents})
+        settings = StageSettings(
+            spec=config.spec(),
+            fingerprints=report.fingerprints,
+            store=config.store,
+            namespace=config.namespace,
+            run=report.run,
+            threads=config.threads(),
+            keep_text=config.keep_text,
+            attention=config.attention,
+            deterministic=config.deterministic,
+            max_attempts=config.max_attempts,
+            max_document_bytes=config.max_document_bytes,
+            suspects=dict(suspects),
         )
+        committer = Committer(config, plan, report)
+        with closing(finished_units(config, plan, settings, attempts)) as units:
+            _follow(units, committer, plan, report, tell)
+        if len(committer.missing):
+            report.vanished = len(committer.missing) - still_there(config, committer.missing)
+        attempts.clear(path for path, attempt in earlier.items() if _is_settled(attempt, plan))
+
+
+def _is_settled(attempt: Attempt, plan: ExtractPlan) -> bool:
+    """Whether every document of it was looked at by this run, which ended well."""
+    keys = keys_of([doc_id for doc_id, _ in attempt.documents])
+    return bool(np.isin(keys, plan.all_keys).all())
+
+
+def _follow(
+    units: Iterator[dict[str, object] | None],
+    committer: Committer,
+    plan: ExtractPlan,
+    report: ExtractReport,
+    tell: OnProgress,
+) -> None:
+    """Take units as they come, commit, and say how far it is."""
+    started = time.monotonic()
+    tell(Progress(phase="loading the model", pending=len(plan.pending)))
     try:
-        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            yield from batch.to_pylist()
-    except RayError as error:
-        raise C2KVError(
-            f"the job stopped: {_cause(error)}; what was published stays, run the same command again to go on"
-        ) from error
+        for unit in units:
+            if unit is not None:
+                committer.take(unit)
+            committer.commit_if_due()
+            if committer.taken:
+                tell(_progress(committer, plan, report, time.monotonic() - started))
+        committer.commit()
+    except TooManyFailuresError:
+        committer.drop_failures()
+        committer.commit()
+        raise
+    except C2KVError:
+        # What is finished need not be computed again.
+        with suppress(StoreError):
+            committer.commit()
+        raise
 
 
-def _cause(error: Exception) -> str:
-    """What happened, on one line: the project's own error where Ray's report has one, else the report's end."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Ray Data wraps what a task or an actor raised, and puts advice on its retries behind it.
-    own = [line.partition(": ")[2] for line in lines if line.startswith(f"{C2KVError.__module__}.")]
-    return (own or lines or [type(error).__name__])[-1]
+def _progress(committer: Committer, plan: ExtractPlan, report: ExtractReport, elapsed_s: float) -> Progress:
+    tokens = sum(work.source_tokens for work in report.actors.values())
+    left = plan.pending_bytes - committer.done_bytes
+    return Progress(
+        phase="extracting" if committer.taken < len(plan.pending) else "finishing",
+        done=committer.taken,
+        failed=committer.failed,
+        pending=len(plan.pending),
+        source_tokens=tokens,
+        elapsed_s=elapsed_s,
+        eta_s=elapsed_s * left / committer.done_bytes if committer.done_bytes else None,
+    )
 
 
-READER_CPUS = 0.5
-"""Logical CPUs of a task that reads the corpus."""
+@contextmanager
+def _heartbeat(attempts: Attempts) -> Iterator[None]:
+    """Inside, other runs can see that this one goes on."""
+    attempts.heartbeat()
+    over = threading.Event()
 
+    def beat() -> None:
+        while not over.wait(HEARTBEAT_S):
+            # Storage that does not answer is noticed by whoever needs it.
+            with suppress(StoreError):
+                attempts.heartbeat()
 
-def _check_resources(config: ExtractConfig) -> None:
-    """Actors and one reader must fit, or the job would wait for ever."""
-    import ray
-
-    have = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    need = {
-        "CPU": config.actors * config.num_cpus_per_actor + READER_CPUS,
-        "GPU": config.actors * config.num_gpus_per_actor,
-    }
-    for name, amount in need.items():
-        if amount > have.get(name, 0.0):
-            raise C2KVError(
-                f"{config.actors} actors and the reader need {amount:g} {name}, the cluster has "
-                f"{have.get(name, 0.0):g}; lower actors or num_{name.lower()}s_per_actor"
-            )
-
-
-class _Committer:
-    """Gathers finished documents and publishes them, many in one commit."""
-
-    def __init__(self, config: ExtractConfig, report: ExtractReport) -> None:
-        self._store = KVStore.open(config.store)
-        self._config = config
-        self._report = report
-        self._waiting: list[tuple[SourceText | None, list[IndexRow], int]] = []
-        self._last = time.monotonic()
-
-    def take(self, row: dict[str, Any]) -> None:
-        """Take one row of ``OUT_SCHEMA``; commit when enough wait."""
-        if row["failure"] is not None:
-            self._report.failed.append(Skipped(doc_id=row["doc_id"], reason=row["failure"]))
-            return
-        text = None
-        if self._config.keep_text:
-            text = SourceText(
-                namespace=self._config.namespace,
-                doc_id=row["doc_id"],
-                title=row["title"],
-                text=row["text"],
-                content_hash=content_hash(row["title"], row["text"]),
-            )
-        rows = [IndexRow.from_dict(values) for values in json.loads(row["index_rows"])]
-        self._waiting.append((text, rows, row["source_tokens"]))
-        if len(self._waiting) >= COMMIT_DOCUMENTS or time.monotonic() - self._last >= COMMIT_SECONDS:
-            self.commit()
-
-    def commit(self) -> None:
-        """Publish what waits; only published documents are counted."""
-        if not self._waiting:
-            return
-        rows = [row for _, group, _ in self._waiting for row in group]
-        self._store.commit(rows, texts=[text for text, _, _ in self._waiting if text is not None])
-        self._report.extracted += len(self._waiting)
-        self._report.source_tokens += sum(tokens for _, _, tokens in self._waiting)
-        self._report.parts += sum(row.parts for row in rows)
-        self._report.slots += sum(row.slots for row in rows)
-        self._report.stored_bytes += sum(row.length for row in rows)
-        self._waiting = []
-        self._last = time.monotonic()
-
-
-def _save_run(config: ExtractConfig, report: ExtractReport) -> None:
-    storage = open_storage(config.store)
-    storage.put(f"runs/{report.run}/config.yaml", to_yaml(config).encode())
-    storage.put(f"runs/{report.run}/report.json", json.dumps(report.to_dict(), indent=2).encode())
+    thread = threading.Thread(target=beat, name="c2kv-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """``python -m pipelines.extract``: the report as JSON on stdout."""
-    return job_main(ExtractConfig, lambda config: extract(config).to_dict(), arguments)
+    """``python -m pipelines.extract``: the report as JSON on stdout, progress on stderr."""
+    return job_main(ExtractConfig, _job, arguments)
+
+
+def _job(config: ExtractConfig) -> dict[str, object]:
+    from pipelines.extract_estimate import dry_run
+    from pipelines.extract_lines import ProgressLines
+
+    if config.dry_run:
+        return dry_run(config).to_dict()
+    return extract(config, progress=ProgressLines(config.progress_s)).to_dict()
 
 
 if __name__ == "__main__":

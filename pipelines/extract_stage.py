@@ -1,126 +1,156 @@
-"""The stage that computes: documents in, shards written to the store, small rows out.
+"""The stage that computes: units of documents in, shards written to the store, what became of them out.
 
-Columns in: doc_id, title, text, ratios (``pipelines.corpus_datasource.SCHEMA``).
-Columns out: ``OUT_SCHEMA``; the slots themselves never leave the actor but into the store.
+Columns in and out: ``extract_units.UNIT_SCHEMA`` and ``OUT_SCHEMA``. Slots leave the actor only into the store.
 """
 
-import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
+import ray
 import torch
 
-from c2kv_core import Compressor, CompressorSpec, SourceDocument, StoredDocument
-from c2kv_core.errors import IdentityError, InputError
-from c2kv_core.store import KVStore
-
-OUT_SCHEMA = pa.schema(
-    [
-        ("doc_id", pa.string()),
-        ("title", pa.large_string()),
-        ("text", pa.large_string()),
-        ("failure", pa.string()),
-        ("source_tokens", pa.int64()),
-        ("index_rows", pa.string()),
-    ]
-)
-"""A document and what became of it: ``failure`` is null when stored; ``index_rows`` is JSON of its index rows."""
+from c2kv_core import Compressor, CompressorSpec
+from c2kv_core.errors import IdentityError
+from c2kv_core.store import Attempt, Attempts, KVStore, open_storage, require_store
+from pipelines.extract_config import Attention
+from pipelines.extract_metrics import RaySink
+from pipelines.extract_units import Outcome, UnitDocument, documents_of, out_row
+from pipelines.extract_work import Tally, Work
+from pipelines.kernels import use_deterministic_kernels
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of one document."""
+class StageSettings:
+    """What an actor needs to know; small and picklable."""
 
-    source: SourceDocument
-    source_tokens: int = 0
-    failure: str | None = None
-    index_rows: tuple[dict[str, Any], ...] = ()
+    spec: CompressorSpec
+    fingerprints: Mapping[int, str]
+    """Of the plan, by ratio."""
+    store: str
+    namespace: str
+    run: str
+    threads: int | None
+    """Torch threads; None leaves them as they are."""
+    keep_text: bool
+    attention: Attention
+    deterministic: bool
+    max_attempts: int
+    max_document_bytes: int
+    suspects: Mapping[tuple[str, str], int]
+    """Documents (id, content) that runs before this one died over, and how often while they were alone."""
 
 
 class ExtractStage:
-    """An actor's callable for ``map_batches``: loads once, then writes each batch of documents as one shard a ratio."""
+    """An actor's callable for ``map_batches``: loads once, then makes each unit one shard a ratio."""
 
-    def __init__(
-        self,
-        *,
-        spec: CompressorSpec,
-        fingerprints: Mapping[int, str],
-        store: str,
-        namespace: str,
-        run: str,
-        threads: int | None = None,
-    ) -> None:
-        if threads is not None:
+    def __init__(self, settings: StageSettings) -> None:
+        if settings.threads is not None:
             # Ray limits a worker's threads to its reserved CPUs, which are logical ones here.
-            torch.set_num_threads(threads)
-        self._compressor = Compressor.load(spec)
-        loaded = {ratio: identity.fingerprint for ratio, identity in self._compressor.identities.items()}
-        if loaded != dict(fingerprints):
+            torch.set_num_threads(settings.threads)
+        if settings.deterministic:
+            use_deterministic_kernels()
+        self._settings = settings
+        compressor = Compressor.load(settings.spec)
+        loaded = {ratio: identity.fingerprint for ratio, identity in compressor.identities.items()}
+        if loaded != dict(settings.fingerprints):
             # Also after a restart: what was planned, and what others of this run write, is of another identity.
             raise IdentityError(
-                f"the files of model {spec.model!r} or of its sidecar changed since the run began; start it again"
+                f"the files of model {settings.spec.model!r} or of its sidecar changed since the run began; "
+                "start it again"
             )
-        self._stores = {
-            ratio: KVStore.open(store, identity=identity)
-            for ratio, identity in self._compressor.identities.items()
+        stores = {
+            ratio: KVStore.open(settings.store, identity=identity)
+            for ratio, identity in compressor.identities.items()
         }
-        self._namespace = namespace
-        self._run = run
+        self._storage = open_storage(settings.store)
+        self._attempts = Attempts(self._storage, namespace=settings.namespace, run=settings.run)
+        self._work = Work(
+            compressor,
+            stores,
+            storage=self._storage,
+            namespace=settings.namespace,
+            run=settings.run,
+            max_document_bytes=settings.max_document_bytes,
+            attention=settings.attention,
+        )
+        self._reporting = threading.Lock()
+        self._reported_cpu_s = time.process_time()
+        self._sink = RaySink("actor", namespace=settings.namespace)
+        context = ray.get_runtime_context()
+        self._node, self._actor = str(context.get_node_id()), str(context.get_actor_id())
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Extract and write the documents of a batch; one bad document fails alone."""
-        by_ratios: dict[tuple[int, ...], list[SourceDocument]] = defaultdict(list)
-        for row in batch.to_pylist():
-            source = SourceDocument(row["doc_id"], row["title"], row["text"])
-            by_ratios[tuple(row["ratios"])].append(source)
-        outcomes = [o for ratios, group in by_ratios.items() for o in self._extract(group, ratios)]
-        return pa.Table.from_pylist([_out_row(o) for o in outcomes], schema=OUT_SCHEMA)
+        """Extract and write the documents of one unit; one bad document fails alone."""
+        (row,) = batch.to_pylist()
+        started_s, tally = time.perf_counter(), Tally()
+        outcomes = list(self._outcomes(row["unit"], documents_of(row), tally))
+        seconds = time.perf_counter() - started_s
+        self._sink.add("c2kv_extract_source_tokens", sum(o.source_tokens for o in outcomes))
+        self._sink.add("c2kv_extract_computed_tokens", tally.padded_tokens)
+        self._sink.add("c2kv_extract_unit_seconds", seconds)
+        return out_row(
+            row["unit"],
+            outcomes,
+            actor=self._actor,
+            seconds=seconds,
+            cpu_s=self._cpu_s_since_last_report(),
+            padded_tokens=tally.padded_tokens,
+            keep_text=self._settings.keep_text,
+        )
 
-    def _extract(self, sources: Sequence[SourceDocument], ratios: tuple[int, ...]) -> list[Outcome]:
-        parts: list[list[list[int]]] = []
-        tokenized: list[SourceDocument] = []
-        failed: list[Outcome] = []
-        for source in sources:
-            try:
-                parts.append(self._compressor.part_ids(source.title, source.text))
-                tokenized.append(source)
-            except InputError as error:
-                failed.append(Outcome(source=source, failure=str(error)))
-        if not tokenized:
-            return failed
-        try:
-            return failed + self._store(tokenized, parts, ratios)
-        except (InputError, RuntimeError) as error:
-            if len(tokenized) == 1:
-                return [*failed, Outcome(source=tokenized[0], failure=f"{type(error).__name__}: {error}")]
-        # One of several documents is to blame: each gets its own try.
-        return failed + [o for source in tokenized for o in self._extract([source], ratios)]
+    def _cpu_s_since_last_report(self) -> float:
+        # Units that overlap share the process's time: each second is told once.
+        with self._reporting:
+            now_s = time.process_time()
+            spent_s, self._reported_cpu_s = now_s - self._reported_cpu_s, now_s
+        return spent_s
 
-    def _store(
-        self, sources: list[SourceDocument], parts: list[list[list[int]]], ratios: tuple[int, ...]
-    ) -> list[Outcome]:
-        outcomes = {
-            s.doc_id: Outcome(source=s, source_tokens=sum(map(len, p)))
-            for s, p in zip(sources, parts, strict=True)
-        }
-        for ratio, slots in self._compressor.compress(parts, ratios).items():
-            documents: list[StoredDocument] = [
-                self._compressor.stored(self._namespace, source, made)
-                for source, made in zip(sources, slots, strict=True)
-            ]
-            for row in self._stores[ratio].write_shard(documents, run=self._run):
-                outcome = outcomes[row.doc_id]
-                outcomes[row.doc_id] = replace(outcome, index_rows=(*outcome.index_rows, row.to_dict()))
-        return list(outcomes.values())
+    def _outcomes(self, unit: str, documents: Sequence[UnitDocument], tally: Tally) -> Iterable[Outcome]:
+        suspicions = self._suspicions(unit)
+        together = [d for d in documents if d.named not in suspicions]
+        suspects = [d for d in documents if d.named in suspicions]
+        if together:
+            yield from self._noted(unit, together, tally)
+        # The likeliest culprit first: what comes after it has not been computed in vain when it strikes again.
+        for document in sorted(suspects, key=lambda d: -suspicions[d.named]):
+            deaths = suspicions[document.named]
+            if deaths >= self._settings.max_attempts:
+                yield Outcome(
+                    document=document,
+                    kind="killed",
+                    attempts=deaths,
+                    reason=f"the extractor's process died {deaths} times while it worked on this document alone; "
+                    "for lack of memory, or by a fault of a library (see Ray's logs)",
+                )
+            else:
+                yield from self._noted(unit, [document], tally)
+
+    def _noted(self, unit: str, documents: Sequence[UnitDocument], tally: Tally) -> list[Outcome]:
+        require_store(self._storage)
+        note = self._attempts.begin(unit, [d.named for d in documents], node=self._node, actor=self._actor)
+        outcomes = self._work.extract(documents, tally)
+        self._attempts.end(note)
+        return outcomes
+
+    def _suspicions(self, unit: str) -> dict[tuple[str, str], int]:
+        """Documents that a process died over, and how often while each was alone."""
+        found = dict(self._settings.suspects)
+        earlier = self._attempts.of_unit(unit)
+        lost = _lost_nodes() if earlier else frozenset()
+        for attempt in earlier:
+            for named in attempt.documents:
+                found[named] = found.get(named, 0) + _weight(attempt, lost)
+        return found
 
 
-def _out_row(outcome: Outcome) -> dict[str, Any]:
-    return {
-        **outcome.source._asdict(),
-        "failure": outcome.failure,
-        "source_tokens": outcome.source_tokens,
-        "index_rows": json.dumps(outcome.index_rows),
-    }
+def _weight(attempt: Attempt, lost_nodes: frozenset[str]) -> int:
+    # A machine that was lost took its processes along, whatever they did.
+    return int(attempt.is_alone and attempt.node not in lost_nodes)
+
+
+def _lost_nodes() -> frozenset[str]:
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return frozenset(node["NodeID"] for node in nodes if not node["Alive"])

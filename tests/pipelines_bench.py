@@ -41,9 +41,21 @@ def test_the_store_bench_leaves_what_is_there_alone(tmp_path: Path) -> None:
         bench_store(BenchStoreConfig.model_validate({**SMALL, "directory": str(tmp_path)}))
 
 
-def test_extraction_is_measured(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "tiny")
-    config = BenchExtractConfig(model=str(model), tokens=64, repeats=1, memory_tokens=(32, 64))
+@pytest.mark.ray
+def test_extraction_is_measured(ray_cluster: None, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny", max_position_embeddings=4096)
+    config = BenchExtractConfig(
+        model=str(model),
+        tokens=64,
+        repeats=1,
+        memory_tokens=(32, 64),
+        job_documents=6,
+        job_words=20,
+        shard_tokens=50,
+        driver_documents=(10, 50),
+    )
     report = bench_extract(config).to_dict()
-    assert report["ratios"]["extract_over_prefill"]["value"] > 0
+    names = ("extract_over_prefill", "job_over_loop", "time_per_token_growth", "driver_memory_growth")
+    assert all(report["ratios"][name]["value"] > 0 for name in names)
+    assert report["figures"]["job_padding_waste"] < 0.1
     assert set(report["figures"]["peak_bytes_above_model"]) == {32, 64}

@@ -190,7 +190,7 @@ def test_a_corpus_that_breaks_while_it_is_read_stops_the_job_in_one_line(
         write_jsonl(Path(config.corpus), [ROWS[0], "not an object"])
         return made
 
-    monkeypatch.setattr("pipelines.extract.plan_extraction", break_after_planning)
+    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", break_after_planning)
     with pytest.raises(C2KVError, match=r"corpus\.jsonl, line 2: expected an object") as caught:
         extract(config)
     assert "\n" not in str(caught.value) and "retry" not in str(caught.value)
@@ -209,7 +209,7 @@ def test_a_sidecar_retrained_in_place_after_planning_stops_the_job(
         random_sidecar(model, seed=2).save(tmp_path / "sidecar")
         return plan(*args, **options)
 
-    monkeypatch.setattr("pipelines.extract.plan_extraction", retrain_after_planning)
+    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", retrain_after_planning)
     with pytest.raises(C2KVError, match="changed since the run began"):
         extract(config.model_copy(update={"sidecar": str(tmp_path / "sidecar")}))
     assert KVStore.open(config.store).rows() == []

@@ -13,7 +13,8 @@ import pytest
 from c2kv_core import SourceDocument
 from c2kv_core.errors import CorpusError
 from c2kv_core.text import content_hash
-from pipelines.plan import corpus_documents, plan_extraction
+from pipelines.corpus.scan import digest_of
+from pipelines.plan import Stored, corpus_documents, plan_extraction
 
 ROWS = [
     {"id": "a/1", "title": "Ash", "text": "The ash has grey bark."},
@@ -21,6 +22,11 @@ ROWS = [
     {"id": "c", "text": "No title key."},
 ]
 EXPECTED = [SourceDocument(str(r["id"]), str(r.get("title") or ""), str(r["text"])) for r in ROWS]
+
+
+def held(hashes: dict[str, str]) -> Stored:
+    """What a store holds, by id."""
+    return Stored.of((doc_id, digest_of(content)) for doc_id, content in hashes.items())
 
 
 def write_jsonl(file: Path, rows: list[object]) -> Path:
@@ -101,7 +107,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     [
         (lambda p: p / "absent", "found nothing"),
         (lambda p: (p / "empty").mkdir() or p / "empty", "found none"),
-        (lambda p: (p / "x.csv").write_text("a") and p / "x.csv", "expected a file ending in"),
+        (lambda p: (p / "x.pdf").write_text("a") and p / "x.pdf", "expected a file ending in"),
     ],
 )
 def test_no_corpus_says_what_is_accepted(tmp_path: Path, make: object, message: str) -> None:
@@ -119,10 +125,23 @@ def test_plan_tells_new_changed_unchanged_and_empty_apart(tmp_path: Path) -> Non
     rows = [*ROWS, {"id": "blank", "text": " \n\t"}]
     file = write_jsonl(tmp_path / "corpus.jsonl", list(rows))
     ash = content_hash("Ash", "The ash has grey bark.")
-    stored = {4: {"a/1": ash, "ü": "another content"}, 8: {"a/1": ash, "ü": content_hash(*EXPECTED[1][1:])}}
+    other = content_hash("", "another content")
+    stored = {
+        4: held({"a/1": ash, "ü": other}),
+        8: held({"a/1": ash, "ü": content_hash(*EXPECTED[1][1:])}),
+    }
     plan = plan_extraction(file, stored)
-    assert dict(plan.pending) == {"ü": (4,), "c": (4, 8)}
-    assert (plan.unchanged, plan.empty, plan.documents) == (1, ("blank",), 4)
+    assert {i: plan.pending.ratios_of(i) for i in ("a/1", "ü", "c", "blank", "never")} == {
+        "a/1": (),
+        "ü": (4,),
+        "c": (4, 8),
+        "blank": (),
+        "never": (),
+    }
+    assert (len(plan.pending), plan.new, plan.changed) == (2, 1, 1)
+    assert (plan.unchanged, plan.empty, plan.empty_ids, plan.documents) == (1, 1, ("blank",), 4)
+    only_new = plan_extraction(file, stored, only_new=True)
+    assert only_new.pending.ratios_of("ü") == () and only_new.pending.ratios_of("c") == (4, 8)
 
 
 def test_duplicate_ids_are_refused_over_files(tmp_path: Path) -> None:
@@ -135,10 +154,31 @@ def test_duplicate_ids_are_refused_over_files(tmp_path: Path) -> None:
         plan_extraction(tmp_path, {})
 
 
+def test_several_processes_read_the_same_plan(tmp_path: Path) -> None:
+    for number in range(4):
+        write_jsonl(
+            tmp_path / f"{number}.jsonl", [{"id": f"{number}-{i}", "text": "x" * i} for i in range(5)]
+        )
+    stored = {4: held({"1-1": content_hash("", "x"), "2-2": content_hash("", "other")})}
+    one, two = (plan_extraction(tmp_path, stored, processes=n) for n in (1, 2))
+    assert (one.pending.keys == two.pending.keys).all() and (one.pending.masks == two.pending.masks).all()
+    assert (one.all_keys == two.all_keys).all() and one.empty_ids == two.empty_ids == (
+        "0-0",
+        "1-0",
+        "2-0",
+        "3-0",
+    )
+    write_jsonl(tmp_path / "9.jsonl", [{"id": "3-4", "text": "again"}])
+    with pytest.raises(
+        CorpusError, match=r"'3-4' occurs in .*3\.jsonl \(document 5\) and again in .*9\.jsonl"
+    ):
+        plan_extraction(tmp_path, {}, processes=2)
+
+
 def test_a_corpus_without_documents_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(CorpusError, match="found none"):
-        plan_extraction(tmp_path / "empty.jsonl", {4: {}})
+        plan_extraction(tmp_path / "empty.jsonl", {4: held({})})
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ class S3Server:
         assert self._process is not None
         self._process.wait()
 
+    @property
+    def process_group(self) -> int:
+        """For those who kill it themselves."""
+        assert self._process is not None
+        return self._process.pid
+
     def freeze(self) -> None:
         """Connections are taken and nothing is answered."""
         self._signal(signal.SIGSTOP)

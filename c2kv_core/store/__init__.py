@@ -1,11 +1,14 @@
 """Compressed documents on disk: written once, published by one commit, verified on every read."""
 
+from c2kv_core.store.attempts import Attempt, Attempts
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.codecs import CODECS, LayerShape, as_stored
+from c2kv_core.store.dead_letters import DeadLetter, DeadLetters, FailureKind, dead_letter
 from c2kv_core.store.disk_tier import DiskTier
 from c2kv_core.store.gc import GcReport
 from c2kv_core.store.kvstore import KVStore
-from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION
+from c2kv_core.store.ledger import Ledger
+from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION, require_store
 from c2kv_core.store.miss import Miss, MissReason
 from c2kv_core.store.names import check_namespace
 from c2kv_core.store.row import IndexRow
@@ -20,11 +23,17 @@ __all__ = [
     "CODECS",
     "DEFAULT_BUCKETS",
     "FORMAT_VERSION",
+    "Attempt",
+    "Attempts",
+    "DeadLetter",
+    "DeadLetters",
     "DiskTier",
+    "FailureKind",
     "GcReport",
     "IndexRow",
     "KVStore",
     "LayerShape",
+    "Ledger",
     "Miss",
     "MissReason",
     "Problem",
@@ -38,8 +47,10 @@ __all__ = [
     "VerifyReport",
     "as_stored",
     "check_namespace",
+    "dead_letter",
     "history",
     "open_storage",
     "promote",
+    "require_store",
     "served",
 ]

@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass
 
 from c2kv_core.errors import InputError
+from c2kv_core.store.dead_letters import DeadLetters
 from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
-from c2kv_core.store.names import PROBES, SHARDS
+from c2kv_core.store.names import ATTEMPTS, PROBES, SHARDS
 from c2kv_core.store.rewrite import find_dead, rewrite
 from c2kv_core.store.storage import TEMPORARY, Storage, StoredFile
 from c2kv_core.store.texts import Texts
@@ -43,7 +44,7 @@ class GcReport:
     unreadable: tuple[str, ...]
     """Shards with dead records that stay, because a live one in them is damaged: see ``verify``."""
     table_files: tuple[str, ...]
-    """Files of the tables ``index/`` and ``documents/`` that no version within the retention needs."""
+    """Files of the tables ``index/``, ``documents/`` and ``failures/`` that no version within the retention needs."""
 
 
 def collect_garbage(
@@ -80,7 +81,11 @@ def collect_garbage(
         if not dry_run:
             for file in old:
                 storage.delete(file.path)
-        tables = [t.maintain(retention_s=retention_s, dry_run=dry_run) for t in (index.table, texts.table)]
+        kept = [index.table, texts.table]
+        letters = DeadLetters(storage, buckets=index.buckets)
+        if letters.exists:
+            kept.append(letters.table)
+        tables = [table.maintain(retention_s=retention_s, dry_run=dry_run) for table in kept]
     return GcReport(
         dry_run=dry_run,
         removed=tuple(file.path for file in old),
@@ -100,5 +105,5 @@ def collect_garbage(
 def _look(storage: Storage, index: Index) -> tuple[list[StoredFile], dict[str, int]]:
     """All files that may be unneeded, and the bytes of live records by shard."""
     # Files first, rows second: what is committed in between is then seen as live.
-    files = [f for place in (SHARDS, PROBES, TEMPORARY) for f in storage.list_files(place)]
+    files = [f for place in (SHARDS, PROBES, ATTEMPTS, TEMPORARY) for f in storage.list_files(place)]
     return files, index.live_bytes()

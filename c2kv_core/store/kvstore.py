@@ -12,6 +12,7 @@ from c2kv_core.identity import Identity
 from c2kv_core.store.backends import open_storage
 from c2kv_core.store.counters import Counters
 from c2kv_core.store.creation import create_store
+from c2kv_core.store.dead_letters import DeadLetters
 from c2kv_core.store.disk_tier import DiskTier
 from c2kv_core.store.fetch import fetch_documents
 from c2kv_core.store.gc import DEFAULT_RETENTION_S, GcReport, collect_garbage
@@ -195,9 +196,7 @@ class KVStore:
         self._reader.invalidate()
 
     def lookup(self, ids: Iterable[str], *, namespace: str) -> dict[str, IndexRow | Miss]:
-        """The live row of each document under the opened identity, or why there is none; reads no slots.
-
-        As fresh as ``get``.
+        """The live row of each document under the opened identity, or why there is none; reads no slots, as fresh as ``get``.
 
         Raises:
             InputError: a malformed namespace, or a string instead of a list of ids.
@@ -257,6 +256,7 @@ class KVStore:
         self._reader.invalidate()
         self._texts.delete(namespace, wanted)
         forget(self._storage, namespace, wanted)
+        DeadLetters(self._storage, buckets=self._buckets).delete(namespace, wanted)
         return removed
 
     def text(self, ids: Iterable[str], *, namespace: str) -> dict[str, SourceText]:

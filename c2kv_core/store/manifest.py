@@ -3,9 +3,9 @@
 import json
 from dataclasses import asdict, dataclass
 
-from c2kv_core.errors import InputError, StoreFormatError
+from c2kv_core.errors import InputError, StoreError, StoreFormatError
 from c2kv_core.store.failures import as_store_error
-from c2kv_core.store.names import INDEX_TABLE, MANIFEST, TEXTS_TABLE
+from c2kv_core.store.names import ATTEMPTS, INDEX_TABLE, MANIFEST, TEXTS_TABLE
 from c2kv_core.store.storage import TEMPORARY, Storage
 
 FORMAT_VERSION = 1
@@ -14,8 +14,9 @@ FORMAT_VERSION = 1
 DEFAULT_BUCKETS = 16
 MAX_BUCKETS = 4096
 
-_UNFINISHED = (TEMPORARY, f"{INDEX_TABLE}/", f"{TEXTS_TABLE}/")
-"""What a creation that was interrupted leaves behind; anything else is somebody's data."""
+_UNFINISHED = (TEMPORARY, ATTEMPTS, f"{INDEX_TABLE}/", f"{TEXTS_TABLE}/")
+"""What an interrupted creation leaves behind, and a store that was removed under a running job; anything else is
+somebody's data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,18 @@ def read_manifest(storage: Storage) -> Manifest | None:
             f"got {manifest.buckets!r}"
         )
     return manifest
+
+
+def require_store(storage: Storage) -> None:
+    """That the store is still there: writing into a folder that was removed would make half of one.
+
+    Raises:
+        StoreError: it is gone, or I/O error.
+    """
+    with as_store_error(f"look for {MANIFEST} at {storage.uri}"):
+        there = storage.exists(MANIFEST)
+    if not there:
+        raise StoreError(f"the store at {storage.uri} is gone: it was removed while a job wrote to it")
 
 
 def write_manifest(storage: Storage, *, buckets: int) -> None:

@@ -18,11 +18,14 @@ QUARANTINE = "quarantine/"
 """Notes of damaged records that were dropped."""
 PROBES = "probes/"
 """Objects of start-up checks; one stays where a check was killed, for gc."""
+ATTEMPTS = "attempts/"
+"""Notes of work in progress."""
 LEASES = "leases/"
 """Who does what only one may do."""
 MANIFEST = "store.json"
 INDEX_TABLE = "index"
 TEXTS_TABLE = "documents"
+FAILURES_TABLE = "failures"
 
 _NAMESPACE = re.compile(r"[a-z0-9._-]{1,64}")
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,128}")

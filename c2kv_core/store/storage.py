@@ -21,6 +21,8 @@ WRITTEN = (
     "quarantine/",
     "probes/",
     "leases/",
+    "failures/",
+    "attempts/",
     "runs/",
     "served/",
     "hot/",

@@ -233,7 +233,12 @@ class Table:
         # delta-rs writes string views, which Arrow can neither compare nor look up (its own row filters
         # fail on them too, when they come to a file's statistics): so read, cast to our types, then filter.
         schema = pa.schema([self._schema.field(name) for name in columns])
-        return file.read_row_group(group, columns=list(columns)).select(list(columns)).cast(schema)
+        rows = file.read_row_group(group, columns=list(columns))
+        for name in columns:
+            if name not in rows.column_names and self._schema.field(name).nullable:
+                # Written before the column existed.
+                rows = rows.append_column(name, pa.nulls(rows.num_rows, self._schema.field(name).type))
+        return rows.select(list(columns)).cast(schema)
 
     def _handle(self) -> DeltaTable:
         options = self._storage.table_options()
@@ -254,6 +259,11 @@ class Table:
                 )
             self._delta, self._options = delta, options
         return self._delta
+
+    def _lacks_columns(self, delta: DeltaTable) -> bool:
+        """Whether the table was made before one of its columns existed."""
+        there = {field.name for field in delta.schema().fields}
+        return not there.issuperset(self._schema.names)
 
     def _commit(
         self, source: pa.Table, on: Sequence[str], clauses: Callable[[TableMerger], TableMerger]
@@ -291,6 +301,7 @@ class Table:
                 source_alias="source",
                 target_alias="target",
                 writer_properties=self._writer_properties,
+                merge_schema=self._lacks_columns(delta),
             )
             metrics = clauses(merger).execute()
             if delta.version() != before:

@@ -8,7 +8,7 @@ fingerprint that was not extracted again, sees another ``content_hash`` and can 
 with a put of the same id may leave either; callers serialise those.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -28,6 +28,8 @@ TEXTS_SCHEMA: pa.Schema = pa.schema(
         pa.field("title", pa.string(), nullable=False),
         pa.field("text", pa.string(), nullable=False),
         pa.field("updated_at", pa.timestamp("us", tz="UTC"), nullable=False),
+        # Nullable and last: tables made before it existed get it with the first commit that has it.
+        pa.field("metadata", pa.string()),
     ]
 )
 
@@ -46,6 +48,8 @@ class SourceText:
     text: str
     content_hash: str
     """SHA-256 hex of title and text; equals the index row's when the slots were made from this text."""
+    metadata: str | None = None
+    """JSON object of what the owner wants carried along with the document; never part of its slots."""
 
 
 class Texts:
@@ -79,10 +83,19 @@ class Texts:
                 "title": text.title,
                 "text": text.text,
                 "updated_at": now,
+                "metadata": text.metadata,
             }
             for text in latest.values()
         ]
         self.table.upsert(pa.Table.from_pylist(rows, schema=TEXTS_SCHEMA))
+
+    def set_metadata(self, namespace: str, metadata: Mapping[str, str | None]) -> int:
+        """Replace what is carried along with documents whose text is here, by id; how many there were."""
+        keys = document_keys(namespace, metadata, buckets=self._buckets)
+        values = pa.array([metadata[doc_id] for doc_id in keys["doc_id"].to_pylist()], pa.string())
+        return self.table.update_where(
+            keys.append_column("metadata", values), columns=("metadata",), predicate="true"
+        )
 
     def delete(self, namespace: str, doc_ids: Iterable[str]) -> int:
         """Remove the texts of documents; how many went."""
@@ -95,7 +108,7 @@ class Texts:
         paths = [path for bucket in set(keys["bucket"].to_pylist()) for path in files.get(bucket, ())]
         table = self.table.read(
             paths,
-            columns=["namespace", "doc_id", "title", "text", "content_hash"],
+            columns=["namespace", "doc_id", "title", "text", "content_hash", "metadata"],
             where={"namespace": [namespace], "doc_id": keys["doc_id"].to_pylist()},
         )
         return {values["doc_id"]: SourceText(**values) for values in table.to_pylist()}

@@ -7,8 +7,10 @@ from pydantic import Field, PositiveInt
 
 from c2kv_core import Compressor, CompressorSpec
 from c2kv_core.config import Config
+from pipelines.bench.extract_job import measure_driver, measure_job, measure_linearity
 from pipelines.bench.memory import peak_bytes
 from pipelines.bench.report import BenchReport, Ratio, alternate
+from pipelines.extract_config import ExtractConfig
 
 EXTRACT_LIMIT = 1.35
 """Bar of extract_over_prefill at k = 4; 1 + 1/k = 1.25 is what the arithmetic asks."""
@@ -27,12 +29,36 @@ class BenchExtractConfig(Config):
     repeats: int = Field(default=5, ge=1)
     memory_tokens: tuple[PositiveInt, ...] = (1024, 2048, 4096, 8192)
     """Lengths at which peak memory is taken; the first and the last are compared. Empty skips it."""
+    job_documents: int = Field(default=48, ge=0)
+    """Documents of the Ray job that is compared with the bare loop; 0 leaves that and the time by tokens out."""
+    job_words: int = Field(default=300, ge=1)
+    """Words of each."""
+    shard_tokens: int = Field(default=2048, ge=1)
+    """Of the job; several units are needed to tell a steady state."""
+    driver_documents: tuple[PositiveInt, ...] = (1_000, 100_000)
+    """Sizes of corpora that are planned for the driver's memory. Empty skips it."""
     dtype: str = "float32"
     device: str = "cpu"
+    num_gpus_per_actor: float = Field(default=0.0, ge=0.0)
+
+    def job(self) -> ExtractConfig:
+        """The job to compare; corpus and store are made for it."""
+        return ExtractConfig(
+            corpus="",
+            store="",
+            model=self.model,
+            sidecar=self.sidecar,
+            ratios=(self.ratio,),
+            force_ratio=True,
+            dtype=self.dtype,
+            device=self.device,
+            num_gpus_per_actor=self.num_gpus_per_actor,
+            shard_tokens=self.shard_tokens,
+        )
 
 
 def bench_extract(config: BenchExtractConfig) -> BenchReport:
-    """Measure ``extract_over_prefill`` and ``memory_growth``.
+    """Measure ``extract_over_prefill`` and ``memory_growth``, then the job: see ``extract_job``.
 
     The prefill is the stock model's: SDPA, no mask, cache kept, logits of the last token only.
     """
@@ -67,6 +93,11 @@ def bench_extract(config: BenchExtractConfig) -> BenchReport:
         "extract_tokens_per_s": config.tokens / medians["extract"],
     }
     _measure_memory(report, compressor, config)
+    del compressor
+    if config.job_documents:
+        measure_job(report, config.job(), documents=config.job_documents, words=config.job_words)
+        measure_linearity(report, config.job(), documents=4, words=config.job_words)
+    measure_driver(report, config.driver_documents)
     return report
 
 

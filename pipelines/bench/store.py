@@ -36,7 +36,7 @@ REMOTE_LIMIT = 0.9
 """Bar of verified S3 reads over the fastest plain client's."""
 LOOKUP_LIMIT_MS = 5.0
 """Bar of a look-up of eight ids in the largest index, in a reader that holds its buckets."""
-_NAMESPACE = "bench"
+INDEX_NAMESPACE = "bench"
 _RANGE_BYTES = 16 * 2**20
 _THREADS = 8
 _MOST_WRITES = 3
@@ -97,7 +97,7 @@ def _measure(
     rows = store.put(documents)
     size = sum(row.length for row in rows)
     ids = [document.doc_id for document in documents]
-    readers = {"verified": lambda: store.get(ids, namespace=_NAMESPACE), **plain(uri, rows[0].shard)}
+    readers = {"verified": lambda: store.get(ids, namespace=INDEX_NAMESPACE), **plain(uri, rows[0].shard)}
     medians = alternate(readers, repeats=config.repeats)
     fastest = min((name for name in medians if name != "verified"), key=medians.__getitem__)
     report.ratios[f"verified_over_plain_{place}"] = Ratio(
@@ -164,17 +164,17 @@ def _lookups(report: BenchReport, config: BenchStoreConfig, folder: Path) -> Non
         place = folder / f"index-{count}"
         KVStore.open(place, create=True)
         index = Index(open_storage(place), buckets=16)
-        index.table.upsert(_index_rows(count))
+        index.table.upsert(made_up_index(count))
         reader = IndexReader(index, refresh_s=3600.0)
         started = time.perf_counter()
-        reader.lookup(_NAMESPACE, [f"doc-{n}" for n in range(200)])
+        reader.lookup(INDEX_NAMESPACE, [f"doc-{n}" for n in range(200)])
         loading[count] = time.perf_counter() - started
         random = np.random.default_rng(0)
         times = []
         for _ in range(config.lookups):
             ids = [f"doc-{n}" for n in random.integers(count, size=8)]
             started = time.perf_counter()
-            found = reader.lookup(_NAMESPACE, ids)
+            found = reader.lookup(INDEX_NAMESPACE, ids)
             times.append(time.perf_counter() - started)
             assert all(found.values()), "every id is in the index"
         milliseconds[count] = 1000 * float(np.median(times))
@@ -189,15 +189,16 @@ def _lookups(report: BenchReport, config: BenchStoreConfig, folder: Path) -> Non
     )
 
 
-def _index_rows(count: int) -> pa.Table:
+def made_up_index(count: int) -> pa.Table:
+    """Rows of an index of so many documents, of namespace ``INDEX_NAMESPACE`` and one fingerprint."""
     ids = [f"doc-{n}" for n in range(count)]
     columns: dict[str, Any] = {
-        "bucket": [bucket_of(_NAMESPACE, doc_id, buckets=16) for doc_id in ids],
-        "namespace": [_NAMESPACE] * count,
+        "bucket": [bucket_of(INDEX_NAMESPACE, doc_id, buckets=16) for doc_id in ids],
+        "namespace": [INDEX_NAMESPACE] * count,
         "doc_id": ids,
         "fingerprint": ["f" * 64] * count,
         "content_hash": [f"{n:064x}" for n in range(count)],
-        "shard": [f"shards/{_NAMESPACE}/{'f' * 64}/run/{n // 16:032x}.arrow" for n in range(count)],
+        "shard": [f"shards/{INDEX_NAMESPACE}/{'f' * 64}/run/{n // 16:032x}.arrow" for n in range(count)],
         "offset": np.arange(count, dtype=np.int64) % 16 * 2**25,
         "length": np.full(count, 2**25, dtype=np.int64),
         "parts": np.ones(count, dtype=np.int32),
@@ -216,7 +217,7 @@ def _documents(config: BenchStoreConfig) -> list[StoredDocument]:
     generator = torch.Generator().manual_seed(0)
     return [
         StoredDocument(
-            namespace=_NAMESPACE,
+            namespace=INDEX_NAMESPACE,
             doc_id=f"doc-{n}",
             content_hash=f"{n:064x}",
             title="",

@@ -1,0 +1,165 @@
+"""Who is working on which documents right now: notes that outlive the process that wrote them.
+
+A process that dies takes its memory along, so the documents that may have killed it are written down before they are
+touched, and the note goes when they are done. A note that stays is an attempt that failed. Notes lie under
+``attempts/<namespace>/<run>/``; the driver of a run renews ``alive.json`` there, so that notes of a run that still
+goes on are not taken for its end.
+"""
+
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from c2kv_core.store.failures import as_store_error
+from c2kv_core.store.names import ATTEMPTS, check_namespace, check_run
+from c2kv_core.store.storage import Storage, StoredFile
+
+HEARTBEAT_S = 15.0
+"""How often a run says that it goes on."""
+DEAD_AFTER_S = 90.0
+"""Silence after which a run is dead: six heartbeats."""
+_ALIVE = "alive.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """Documents that one process works on."""
+
+    run: str
+    unit: str
+    """What the documents came as; the same when the work is given to another process."""
+    node: str
+    """Machine, by the name the cluster gives it."""
+    actor: str
+    started_at: str
+    """ISO 8601, UTC."""
+    documents: tuple[tuple[str, str], ...]
+    """Ids and content hashes."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the process had nothing else to die of."""
+        return len(self.documents) == 1
+
+
+class Attempts:
+    """Notes of one run in one namespace."""
+
+    def __init__(self, storage: Storage, *, namespace: str, run: str) -> None:
+        self._storage = storage
+        self._root = f"{ATTEMPTS}{check_namespace(namespace)}/"
+        self._run = check_run(run)
+        self._folder = f"{self._root}{run}/"
+
+    def begin(self, unit: str, documents: Sequence[tuple[str, str]], *, node: str, actor: str) -> str:
+        """Note that work on documents begins; the note's path.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        attempt = Attempt(
+            run=self._run,
+            unit=unit,
+            node=node,
+            actor=actor,
+            started_at=datetime.now(UTC).isoformat(),
+            documents=tuple(documents),
+        )
+        path = f"{self._folder}{unit}.{uuid.uuid4().hex}.json"
+        with as_store_error(f"write {path}"):
+            self._storage.put(path, json.dumps(asdict(attempt)).encode())
+        return path
+
+    def end(self, path: str) -> None:
+        """The work is done, well or badly, and the process lives.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        with as_store_error(f"remove {path}"):
+            self._storage.delete(path)
+
+    def of_unit(self, unit: str) -> list[Attempt]:
+        """Earlier attempts of this run at the same work.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        with as_store_error(f"read {self._folder}"):
+            names = [f for f in self._files(self._folder) if f.path.startswith(f"{self._folder}{unit}.")]
+            return list(self._read(names))
+
+    def running(self) -> list[Attempt]:
+        """What this run works on, oldest first.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        with as_store_error(f"read {self._folder}"):
+            return sorted(self._read(self._files(self._folder)), key=lambda attempt: attempt.started_at)
+
+    def heartbeat(self) -> None:
+        """Say that the run goes on.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        with as_store_error(f"write {self._folder}{_ALIVE}"):
+            self._storage.put(f"{self._folder}{_ALIVE}", b"{}")
+
+    def left_behind(self) -> dict[str, Attempt]:
+        """Attempts of other runs that are dead, by the path of their note. Needs a fresh heartbeat of one's own.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        with as_store_error(f"read {self._root}"):
+            files = list(self._storage.list_files(self._root))
+            beats = {f.path: f.modified_s for f in files if f.path.endswith(f"/{_ALIVE}")}
+            # By the storage's own clock, which stamped both.
+            now_s = beats.get(f"{self._folder}{_ALIVE}", max(beats.values(), default=0.0))
+            notes = [f for f in files if f.path not in beats and self._is_left(f, beats, now_s)]
+            return {f.path: attempt for f in notes for attempt in self._read([f])}
+
+    def clear(self, others: Iterable[str] = ()) -> None:
+        """Remove all notes of this run, and these of others, once every document in them is accounted for.
+
+        Of dead runs that have no note left, the heartbeat goes too.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        with as_store_error(f"clear {self._root}"):
+            for path in others:
+                self._storage.delete(path)
+            files = list(self._storage.list_files(self._root))
+            beats = {f.path: f.modified_s for f in files if f.path.endswith(f"/{_ALIVE}")}
+            now_s = beats.get(f"{self._folder}{_ALIVE}", 0.0)
+            noted = {_folder_of(f.path) for f in files if f.path not in beats}
+            for file in files:
+                is_own = _folder_of(file.path) == self._folder
+                is_over = _folder_of(file.path) not in noted and self._is_left(file, beats, now_s)
+                if is_own or is_over:
+                    self._storage.delete(file.path)
+
+    def _is_left(self, file: StoredFile, beats: dict[str, float], now_s: float) -> bool:
+        folder = _folder_of(file.path)
+        return folder != self._folder and now_s - beats.get(f"{folder}{_ALIVE}", 0.0) > DEAD_AFTER_S
+
+    def _files(self, folder: str) -> list[StoredFile]:
+        return [f for f in self._storage.list_files(folder) if not f.path.endswith(f"/{_ALIVE}")]
+
+    def _read(self, files: Sequence[StoredFile]) -> Iterator[Attempt]:
+        for file in files:
+            # Gone since it was listed: that work is done. Anything else there is no note of ours.
+            with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                values = json.loads(self._storage.get(file.path).to_pybytes())
+                documents = tuple((doc_id, content) for doc_id, content in values["documents"])
+                yield Attempt(**{**values, "documents": documents})
+
+
+def _folder_of(path: str) -> str:
+    return path.rpartition("/")[0] + "/"

@@ -1,0 +1,108 @@
+"""Documents of one file, by its form. Every fault names the file and, where there is one, the line."""
+
+import csv
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from c2kv_core import SourceDocument
+from c2kv_core.errors import CorpusError
+from pipelines.corpus.columns import Columns, CorpusRow, checked, row_of
+from pipelines.corpus.files import CorpusFile, Kind, open_file, open_text
+
+_UTF8 = "utf-8-sig"
+"""A byte order mark, which some editors put first, is no part of the text."""
+_PARQUET_ROWS = 256
+"""Rows that are held at a time."""
+
+
+def read_rows(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+    """Documents of one file, in its order.
+
+    A text file is one document: its id is the path below the corpus without suffix, its title the first line where
+    that is a Markdown heading, else none.
+
+    Raises:
+        CorpusError: unreadable, not of its form, or a row without id or text; names file and line.
+    """
+    try:
+        yield from _READERS[file.kind](file, columns)
+    except (OSError, EOFError, zlib.error, pa.ArrowException, csv.Error) as error:
+        raise CorpusError(f"cannot read {file}: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{file}: expected UTF-8 text, got other bytes at offset {error.start}") from error
+
+
+def _read_text(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+    with open_text(file, encoding=_UTF8) as opened:
+        text = opened.read()
+    first, _, rest = text.partition("\n")
+    title = ""
+    if first.startswith("# "):
+        title, text = first[2:].strip(), rest
+    doc_id = PurePosixPath(file.name).with_suffix("").as_posix()
+    yield CorpusRow(checked(SourceDocument(doc_id, title, text), ascii(file.path)), None)
+
+
+def _read_parquet(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+    constants = dict(file.constants)
+    with open_file(file) as opened:
+        parquet = pq.ParquetFile(opened)
+        there = set(parquet.schema_arrow.names)
+        _require([c for c in columns.required if c not in there and c not in constants], file, columns)
+        row = 0
+        wanted = [c for c in columns.known if c in there]
+        for batch in parquet.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
+            for record in batch.to_pylist():
+                row += 1
+                yield row_of({**constants, **record}, f"{file}, row {row}", columns)
+
+
+def _read_csv(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+    # Python's own limit of 128 KiB a field is no limit of documents.
+    csv.field_size_limit(sys.maxsize)
+    with open_text(file, encoding=_UTF8, newline="") as lines:
+        rows = csv.DictReader(lines, strict=True)
+        _require([c for c in columns.required if c not in (rows.fieldnames or ())], file, columns)
+        for record in rows:
+            where = f"{file}, line {rows.line_num}"
+            if None in record or None in record.values():
+                raise CorpusError(f"{where}: expected {len(rows.fieldnames or ())} fields, got more or fewer")
+            yield row_of(record, where, columns)
+
+
+def _read_jsonl(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+    with open_text(file, encoding=_UTF8) as lines:
+        for number, line in enumerate(lines, start=1):
+            line = line.strip()
+            if not line:
+                continue
+            where = f"{file}, line {number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise CorpusError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+            except (ValueError, RecursionError) as error:
+                raise CorpusError(f"{where}: JSON beyond what can be read: {error}") from error
+            yield row_of(record, where, columns)
+
+
+_READERS: dict[Kind, Callable[[CorpusFile, Columns], Iterator[CorpusRow]]] = {
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+    "text": _read_text,
+}
+
+
+def _require(missing: list[str], file: CorpusFile, columns: Columns) -> None:
+    if missing:
+        raise CorpusError(
+            f"{file}: expected columns {', '.join(columns.known)}; {missing[0]} is missing (columns.id, columns.text, "
+            "columns.title and columns.metadata say which is what)"
+        )

@@ -1,0 +1,175 @@
+"""The job night after night: what changed and nothing else, what is gone, what may be served."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from c2kv_core import Compressor
+from c2kv_core.config import to_yaml
+from c2kv_core.errors import C2KVError, InputError
+from c2kv_core.store import KVStore, served
+from pipelines.corpus import Columns
+from pipelines.extract import extract
+from pipelines.extract_config import ExtractConfig
+from pipelines.extract_estimate import dry_run
+from pipelines.extract_promote import QualityError
+from pipelines.plan import ExtractPlan, plan_extraction
+from tests.extract_kit import RemovingStage, assert_same_stores, config_for, orphans, rows, stored_documents
+from tests.pipelines_sources import write_jsonl
+from tests.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+LONG = "The oak is tall. It grows slowly.\n\n" * 200
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=4096)
+
+
+def labelled(labels: dict[str, str], **texts: str) -> list[object]:
+    return [{"id": i, "title": "", "text": t, "label": labels.get(i, "old")} for i, t in texts.items()]
+
+
+def test_two_nights(ray_cluster: None, tmp_path: Path, model_dir: Path) -> None:
+    config = config_for(
+        tmp_path,
+        model_dir,
+        ratios=(4, 8),
+        columns=Columns(metadata=("label",)),
+        price_per_hour=3.6,
+        units_at_once=2,
+    )
+    texts = {"long": LONG, **{f"d{i}": f"The ash {i} is grey." for i in range(6)}}
+    write_jsonl(tmp_path / "corpus.jsonl", labelled({}, **texts))
+    before = dry_run(config)
+    assert (before.new, before.changed, before.seconds, before.tokens_are_counted) == (7, 0, None, True)
+    first = extract(config)
+    assert before.source_tokens == first.source_tokens
+    check_report(config, first.run)
+
+    grown = {**texts, "long": LONG + "And it fell.", "d6": "A new one."}
+    del grown["d0"], grown["d1"]
+    write_jsonl(tmp_path / "corpus.jsonl", labelled({"d2": "new"}, **grown))
+    config = config.model_copy(update={"delete_missing": True})
+    with pytest.raises(InputError, match="would remove 2 of 7 documents"):
+        extract(config)
+    config = config.model_copy(update={"max_deleted_fraction": 0.5})
+    plan = dry_run(config)
+    assert (plan.new, plan.changed, plan.unchanged, plan.relabelled, plan.missing) == (1, 1, 4, 1, 2)
+    assert plan.seconds is not None and plan.cost is not None
+    added = extract(config.model_copy(update={"mode": "add", "delete_missing": False}))
+    assert (added.extracted, added.unchanged, added.relabelled) == (1, 5, 1), "only what is new"
+    second = extract(config)
+    assert (second.extracted, second.unchanged, second.relabelled, second.removed) == (1, 5, 0, 2)
+    assert 0.5 < second.reused_tokens / second.source_tokens < 1
+    check_second_night(config)
+
+
+def check_report(config: ExtractConfig, run: str) -> None:
+    folder = Path(config.store) / "runs" / run
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["state"], report["unaccounted"], report["extracted"]) == ("done", 0, 7)
+    assert report["cost_per_million_tokens"] > 0 and report["cpu_s"] > 0
+    assert sum(a["source_tokens"] for a in report["actors"].values()) == report["source_tokens"]
+    assert {s["id"] for s in report["slowest"]} <= {"long", *(f"d{i}" for i in range(6))}
+    assert "| cost a million source tokens |" in (folder / "report.md").read_text()
+
+
+def check_second_night(config: ExtractConfig) -> None:
+    """Reused parts are the bytes that computing them gives; what is gone is gone."""
+    store = KVStore.open(config.store)
+    assert {row.doc_id for row in store.rows()} == {"long", *(f"d{i}" for i in range(2, 7))}
+    kept = store.text(["d2", "d3", "d0"], namespace="default")
+    assert {i: json.loads(t.metadata or "")["label"] for i, t in kept.items()} == {"d2": "new", "d3": "old"}
+    torch.set_num_threads(1)
+    compressor = Compressor.load(config.spec())
+    ids = compressor.part_ids("", LONG + "And it fell.")
+    assert len(ids) > 2
+    for ratio in config.ratios:
+        (fresh,) = compressor.compress([ids], (ratio,))[ratio]
+        for part, expected in zip(stored_documents(config, ratio)["long"].parts, fresh, strict=True):
+            torch.testing.assert_close(part.keys, expected.keys, rtol=1e-2, atol=1e-5)
+            torch.testing.assert_close(part.values, expected.values, rtol=1e-2, atol=1e-5)
+    assert store.verify().ok
+
+
+def test_a_new_fingerprint_is_served_only_after_its_quality_check(
+    ray_cluster: None, tmp_path: Path, model_dir: Path
+) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", rows(3))
+    checked = (
+        f"{sys.executable} -c \"import os, sys; print('F1 of', os.environ['C2KV_RATIO']); sys.exit(%d)\""
+    )
+    config = config_for(tmp_path, model_dir, promote=True, quality_check=checked % 0)
+    report = extract(config)
+    assert "F1 of 4" in report.quality
+    now = served(config.store, "default")
+    assert now is not None and now.fingerprint == report.fingerprints[4] and "F1 of 4" in now.reason
+    worse = config.model_copy(update={"ratios": (8,), "quality_check": checked % 3})
+    with pytest.raises(QualityError, match="exit code 3: F1 of 8"):
+        extract(worse)
+    assert served(config.store, "default") == now, "the old default stays"
+    assert len(stored_documents(worse, 8)) == 3, "the slots are there, for another look"
+    better = extract(worse.model_copy(update={"quality_check": None}))
+    assert better.unchanged == 3
+    after = served(config.store, "default")
+    assert after is not None and (after.version, after.fingerprint) == (2, better.fingerprints[8])
+
+
+def test_a_document_that_vanishes_during_the_run_is_accounted_for(
+    ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", rows(5))
+    plan = plan_extraction
+
+    def lose_one_after_planning(*args: Any, **options: Any) -> ExtractPlan:
+        made = plan(*args, **options)
+        write_jsonl(corpus, rows(5)[1:])
+        return made
+
+    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", lose_one_after_planning)
+    report = extract(config_for(tmp_path, model_dir))
+    assert (report.documents, report.extracted, report.vanished, report.unaccounted) == (5, 4, 1, 0)
+
+
+def test_a_store_that_is_removed_stops_the_run_and_leaves_nothing_half_made(
+    ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", rows(3))
+    config = config_for(tmp_path, model_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipelines.extract_stream.ExtractStage", RemovingStage)
+        with pytest.raises(C2KVError, match="is gone"):
+            extract(config)
+    assert not (tmp_path / "store" / "shards").exists()
+    assert extract(config).extracted == 3
+
+
+def test_jobs_at_once_and_jobs_that_divide_a_corpus_leave_one_row_each(
+    ray_cluster: None, tmp_path: Path, model_dir: Path
+) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", rows(16))
+    config = config_for(tmp_path, model_dir, threads_per_actor=1)
+    halves = [
+        config.model_copy(update={"partition": (i, 2), "store": str(tmp_path / "halves")}) for i in (0, 1)
+    ]
+    reports = [extract(half) for half in halves]
+    assert sum(report.extracted for report in reports) == 16
+    assert all(report.extracted for report in reports)
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    other = subprocess.Popen(
+        [sys.executable, "-m", "pipelines.extract", "--config", str(tmp_path / "run.yaml")], cwd=ROOT
+    )
+    extract(config)
+    assert other.wait(timeout=400) == 0
+    assert_same_stores(config, halves[0])
+    KVStore.open(config.store).gc(retention_s=0)
+    assert orphans(config) == []
