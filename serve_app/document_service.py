@@ -145,8 +145,7 @@ class DocumentService:
 
     def _part_ids(self, edition: Edition, source: SourceDocument) -> tuple[tuple[int, ...], ...]:
         limit = self._config.max_document_tokens
-        for text in (source.title, source.text):
-            self._shared.fitting.check_document(text, max_tokens=limit)
+        self._shared.fitting.check_document(source.title, source.text, max_tokens=limit)
         with self._shared.tokenizer_lock:
             ids = tuple(map(tuple, edition.compressor.part_ids(source.title, source.text)))
         if (tokens := sum(map(len, ids))) > limit:
