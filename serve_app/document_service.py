@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TypeVar
 
 from typing_extensions import TypedDict
 
 from c2kv_core.compressor import SourceDocument
+from c2kv_core.document import StoredDocument
 from c2kv_core.store import IndexRow, Miss, SourceText
 from c2kv_core.store.names import check_doc_id
 from c2kv_core.text import content_hash
@@ -84,9 +86,20 @@ class DocumentService:
         source = SourceDocument(doc_id, body.title, body.text)
         served = await self._in_thread(lambda: self._editions.of(caller.namespace))
         # Under the others too, or whatever is served next would have an older version of it.
-        others = [edition for edition in self._editions.all if edition is not served]
-        rows = [await self._put(edition, caller, source, deadline_s) for edition in (*others, served)]
-        return _status(served, rows[-1], source.title)
+        editions = [served, *(edition for edition in self._editions.all if edition is not served)]
+        held = await self._in_thread(lambda: [_unchanged(edition, caller, source) for edition in editions])
+        if (row := held[0]) is not None and all(held):
+            return _status(served, row, source.title)
+        documents = [await self._stored(edition, caller, source, deadline_s) for edition in editions]
+        # Handed over at once: several puts of one id come in the same order under every edition.
+        written = [
+            self._writer.put(edition.store, document, _source_text(source, document))
+            for edition, document in zip(editions, documents, strict=True)
+        ]
+        rows = await self._written(written, deadline_s, "the document was written")
+        for edition, document in zip(editions, documents, strict=True):
+            edition.memory.keep(caller.namespace, document.content_hash, document.parts)
+        return _status(served, rows[0], source.title)
 
     async def get(self, caller: Caller, doc_id: str) -> DocumentStatus:
         """What is stored of a document.
@@ -101,15 +114,21 @@ class DocumentService:
         """Remove a document and its text; ``gc`` of the store then frees their bytes.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, or it takes too long.
             StoreError: the store cannot be written.
         """
-        removed = await asyncio.wrap_future(
-            self._writer.delete(self._editions.all[0].store, caller.namespace, doc_id)
-        )
+        deadline_s = time.monotonic() + self._config.max_request_s
+        deletion = self._writer.delete(self._editions.all[0].store, caller.namespace, doc_id)
+        (removed,) = await self._written([deletion], deadline_s, "the document was removed")
+        for edition in self._editions.all:
+            edition.store.invalidate()
         if not removed:
             raise unknown_document(doc_id)
         return DocumentDeleted(id=doc_id, object="document", deleted=True)
+
+    def fault(self) -> str | None:
+        """Why nothing can be written any more; None while it is well."""
+        return self._writer.fault()
 
     def close(self) -> None:
         """Write what has been taken on, and stop."""
@@ -118,35 +137,24 @@ class DocumentService:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._shared.readers, work)
 
-    async def _put(
+    async def _stored(
         self, edition: Edition, caller: Caller, source: SourceDocument, deadline_s: float
-    ) -> IndexRow:
-        held = await self._in_thread(lambda: _unchanged(edition, caller, source))
-        if held is not None:
-            return held
+    ) -> StoredDocument:
         ids = await self._in_thread(lambda: self._part_ids(edition, source))
         parts = await self._compress(edition, ids, deadline_s)
-        document = edition.compressor.stored(caller.namespace, source, parts)
-        text = SourceText(
-            namespace=caller.namespace,
-            doc_id=source.doc_id,
-            title=source.title,
-            text=source.text,
-            content_hash=document.content_hash,
-        )
-        written = asyncio.wrap_future(self._writer.put(edition.store, document, text))
+        return edition.compressor.stored(caller.namespace, source, parts)
+
+    async def _written(self, work: "Sequence[Future[T]]", deadline_s: float, what: str) -> list[T]:
+        """The results of what the writer was given; goes on in the store's own time, whoever leaves meanwhile."""
+        all_of_it = asyncio.gather(*map(asyncio.wrap_future, work))
         try:
-            row = await asyncio.wait_for(asyncio.shield(written), max(0.0, deadline_s - time.monotonic()))
+            return await asyncio.wait_for(asyncio.shield(all_of_it), max(0.0, deadline_s - time.monotonic()))
         except TimeoutError as error:
-            # It goes on in the store's own time, and is either whole or not there.
-            raise deadline_exceeded("the document was written") from error
-        edition.memory.keep(caller.namespace, document.content_hash, parts)
-        return row
+            raise deadline_exceeded(what) from error
 
     def _part_ids(self, edition: Edition, source: SourceDocument) -> tuple[tuple[int, ...], ...]:
         limit = self._config.max_document_tokens
-        for text in (source.title, source.text):
-            self._shared.fitting.check_document(text, max_tokens=limit)
+        self._shared.fitting.check_document(source.title, source.text, max_tokens=limit)
         with self._shared.tokenizer_lock:
             ids = tuple(map(tuple, edition.compressor.part_ids(source.title, source.text)))
         if (tokens := sum(map(len, ids))) > limit:
@@ -175,6 +183,16 @@ class DocumentService:
                 text = edition.store.text([doc_id], namespace=namespace).get(doc_id)
                 return _status(edition, row, text.title if text is not None else "")
         raise unknown_document(doc_id)
+
+
+def _source_text(source: SourceDocument, document: StoredDocument) -> SourceText:
+    return SourceText(
+        namespace=document.namespace,
+        doc_id=source.doc_id,
+        title=source.title,
+        text=source.text,
+        content_hash=document.content_hash,
+    )
 
 
 def _unchanged(edition: Edition, caller: Caller, source: SourceDocument) -> IndexRow | None:

@@ -1,14 +1,20 @@
 """Writing documents that clients put: one thread a replica, many documents a commit."""
 
+import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from c2kv_core.document import StoredDocument
 from c2kv_core.errors import C2KVError, StoreError
 from c2kv_core.store import IndexRow, KVStore, SourceText
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = (C2KVError, OSError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
+"""What libraries raise over one commit; only what the store foresees is told to clients as it is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -19,9 +25,9 @@ class _Put:
     done: "Future[IndexRow]"
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> tuple[KVStore, str, str]:
         """A commit holds it once."""
-        return (self.document.namespace, self.document.doc_id)
+        return (self.store, self.document.namespace, self.document.doc_id)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +78,10 @@ class DocumentWriter:
         """Operations not begun."""
         return len(self._queue)
 
+    def fault(self) -> str | None:
+        """Why nothing is written any more; None while it is well."""
+        return None if self._thread.is_alive() else "the writer thread has ended"
+
     def close(self) -> None:
         """Finish what has been taken on, and stop."""
         with self._changed:
@@ -82,24 +92,27 @@ class DocumentWriter:
     def _add(self, operation: _Put | _Delete) -> None:
         with self._changed:
             if self._closed:
-                operation.done.set_exception(
-                    StoreError("cannot write the document: this replica is stopping")
-                )
+                operation.done.set_exception(_stopping())
                 return
             self._queue.append(operation)
             self._changed.notify()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._queue)
-                if not self._queue:
-                    return
-                first = self._queue[0]
-                if isinstance(first, _Put) and not self._closed:
-                    self._gather()
-                taken = self._take()
-            self._run(taken)
+        try:
+            while self._await_work():
+                with self._changed:
+                    taken = self._take()
+                self._run(taken)
+        finally:
+            self._fail_all()
+
+    def _await_work(self) -> bool:
+        """Wait for an operation, and where it is a put for others to share its commit; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._queue)
+            if self._queue and isinstance(self._queue[0], _Put) and not self._closed:
+                self._gather()
+            return bool(self._queue)
 
     def _gather(self) -> None:
         """Wait for more documents, at most ``gather_s``; gives the lock up meanwhile."""
@@ -111,37 +124,69 @@ class DocumentWriter:
             self._changed.wait(left_s)
 
     def _take(self) -> list[_Put] | _Delete:
-        """The next delete, or the puts before it into one store; a document comes only once, so that order is kept."""
+        """The next delete, or the puts before it; a store's document comes only once, so that order is kept."""
         first = self._queue.popleft()
         if isinstance(first, _Delete):
             return first
         puts = {first.key: first}
         while self._queue and len(puts) < self._max_documents:
             following = self._queue[0]
-            if isinstance(following, _Delete) or following.key in puts or following.store is not first.store:
+            if isinstance(following, _Delete) or following.key in puts:
                 break
             puts[following.key] = following
             self._queue.popleft()
         return list(puts.values())
 
     def _run(self, taken: list[_Put] | _Delete) -> None:
+        # From here on a client that leaves cancels nothing: the result of a cancelled future cannot be set.
         if isinstance(taken, _Delete):
-            try:
-                taken.done.set_result(taken.store.delete([taken.doc_id], namespace=taken.namespace))
-            except C2KVError as error:
-                taken.done.set_exception(error)
+            if taken.done.set_running_or_notify_cancel():
+                self._delete(taken)
             return
+        by_store: defaultdict[KVStore, list[_Put]] = defaultdict(list)
+        for put in taken:
+            if put.done.set_running_or_notify_cancel():
+                by_store[put.store].append(put)
+        for store, puts in by_store.items():
+            self._put(store, puts)
+
+    def _delete(self, one: _Delete) -> None:
         try:
-            rows = taken[0].store.put(
-                [put.document for put in taken], texts=[put.text for put in taken], run="served"
-            )
-        except C2KVError as error:
-            if len(taken) > 1:  # one that cannot be stored is not the others' fault
-                for put in taken:
-                    self._run([put])
-                return
-            taken[0].done.set_exception(error)
+            removed = one.store.delete([one.doc_id], namespace=one.namespace)
+        except _FAILURES as error:
+            one.done.set_exception(_told(error))
+        else:
+            one.done.set_result(removed)
+
+    def _put(self, store: KVStore, puts: list[_Put]) -> None:
+        try:
+            rows = store.put([put.document for put in puts], texts=[put.text for put in puts], run="served")
+        except _FAILURES as error:
+            if len(puts) > 1:  # one that cannot be stored is not the others' fault
+                for put in puts:
+                    self._put(store, [put])
+            else:
+                puts[0].done.set_exception(_told(error))
             return
         by_key = {(row.namespace, row.doc_id): row for row in rows}
-        for put in taken:
-            put.done.set_result(by_key[put.key])
+        for put in puts:
+            put.done.set_result(by_key[put.document.namespace, put.document.doc_id])
+
+    def _fail_all(self) -> None:
+        with self._changed:
+            self._closed = True
+            for operation in self._queue:
+                if operation.done.set_running_or_notify_cancel():
+                    operation.done.set_exception(_stopping())
+            self._queue.clear()
+
+
+def _told(error: Exception) -> C2KVError:
+    if isinstance(error, C2KVError):
+        return error
+    logger.error("writing to the store failed", exc_info=error)
+    return StoreError("cannot write to the store; see the server's log")
+
+
+def _stopping() -> StoreError:
+    return StoreError("cannot write the document: this replica is stopping")

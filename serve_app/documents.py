@@ -137,15 +137,13 @@ class DocumentResolver:
         held = self._memory.get(namespace, key)
         if held is not None:
             return Slots(parts=held, tier="memory")
-        self._fitting.check(title)
-        self._fitting.check(text)
+        self._fitting.check(title, text)
         with self._tokenizer_lock:
             parts = self._compressor.part_ids(title, text)
         return Extraction(part_ids=tuple(map(tuple, parts)), namespace=namespace, content_hash=key)
 
     def _ordinary(self, title: str, text: str) -> OrdinaryText:
-        self._fitting.check(title)
-        self._fitting.check(text)
+        self._fitting.check(title, text)
         with self._tokenizer_lock:
             return OrdinaryText(ids=tuple(self._compressor.renderer.document_ids(title, text)))
 

@@ -15,12 +15,21 @@ from pydantic import (
 OnMissing = Literal["extract", "text", "skip", "error"]
 
 MAX_STOP_STRINGS = 4
+_MOST_KEYS = 100
+"""Of an object of this project: each unknown one is a finding of its own, and a body has room for a million."""
 
 
 class _Strict(BaseModel):
     """Keys of this project: a typo is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, body: object) -> object:
+        if isinstance(body, dict) and len(body) > _MOST_KEYS:
+            raise ValueError(f"expected at most {_MOST_KEYS} keys, got {len(body)}")
+        return body
 
 
 class _Lenient(BaseModel):
@@ -145,7 +154,8 @@ class GenerationRequest(_Lenient):
 
     model: str | None = None
     """Id of the served model; anything else is refused."""
-    documents: list[DocumentRef] = []
+    # The first wrong element tells enough: a body can hold a million of them.
+    documents: list[DocumentRef] = Field(default=[], fail_fast=True)
     """Placed after the system message, in this order."""
     c2kv: C2KVOptions = C2KVOptions()
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -194,7 +204,7 @@ class GenerationRequest(_Lenient):
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Most answer tokens; the newer name of ``max_tokens``."""
     logprobs: bool = False

@@ -56,12 +56,12 @@ class Generator:
         """Called by Serve every few seconds, off the model's thread; metrics of what is held go out with it.
 
         Raises:
-            RuntimeError: the worker is dead or stuck; Serve replaces the replica.
+            RuntimeError: a worker is dead or stuck; Serve replaces the replica.
         """
         self._service.record()
-        fault = self._engine.fault()
+        fault = self._engine.fault() or self._service.documents.fault()
         if fault is not None:
-            raise RuntimeError(f"the engine makes no progress: {fault}")
+            raise RuntimeError(f"no progress: {fault}")
 
     def __del__(self) -> None:
         """Called by Serve when a drained replica ends."""

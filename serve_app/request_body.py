@@ -3,6 +3,7 @@
 import difflib
 import json
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,9 @@ B = TypeVar("B", bound=BaseModel)
 _OWN_KEYS = ("documents", "c2kv")
 """Keys that OpenAI does not have: near misses of these are typos, any other unknown key is a client's habit."""
 _NEAR = 0.75
+_COMPARED_KEYS = 100
+_COMPARED_CHARACTERS = 100
+"""Of unknown keys: likenesses are costly, and a body has room for a million keys, or for one of megabytes."""
 
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "frequency_penalty": lambda value: value == 0,
@@ -129,16 +133,16 @@ def _check_top_level(data: dict[str, Any], kind: type[BaseModel]) -> None:
                 code="unsupported_parameter",
                 param=name,
             )
-    for name in data.keys() - kind.model_fields.keys():
-        near = difflib.get_close_matches(name, _OWN_KEYS, n=1, cutoff=_NEAR)
+    for name in islice((name for name in data if name not in kind.model_fields), _COMPARED_KEYS):
+        near = difflib.get_close_matches(name[:_COMPARED_CHARACTERS], _OWN_KEYS, n=1, cutoff=_NEAR)
         if near:
             raise _unknown(name, name, near)
 
 
 def _first_fault(kind: type[BaseModel], fault: ErrorDetails) -> ApiError:
-    param = ".".join(str(step) for step in fault["loc"])
+    param = ".".join(str(step)[:_COMPARED_CHARACTERS] for step in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        last = str(fault["loc"][-1])
+        last = str(fault["loc"][-1])[:_COMPARED_CHARACTERS]
         inner: dict[Any, type[BaseModel]] = {"c2kv": C2KVOptions, "documents": DocumentRef}
         owner = inner.get(fault["loc"][0], kind) if len(fault["loc"]) > 1 else kind
         return _unknown(param, last, difflib.get_close_matches(last, owner.model_fields, n=1, cutoff=0.0))

@@ -133,7 +133,8 @@ class ChatService:
     def _allowed_s(self, request: AnyRequest) -> float:
         asked_ms = request.c2kv.deadline_ms
         most_s = self._config.max_request_s
-        return most_s if asked_ms is None else min(most_s, asked_ms / 1000)
+        # Compared as it came: a JSON number may be too large for a float.
+        return most_s if asked_ms is None or asked_ms >= 1000 * most_s else asked_ms / 1000
 
     async def _within(self, deadline_s: float, work: Callable[[], T]) -> T:
         """The result of blocking work; what comes after the deadline is dropped."""
@@ -152,8 +153,7 @@ class ChatService:
                 code="ratio_not_served",
                 param="c2kv.ratio",
             )
-        for text in texts_of(request):
-            self._shared.fitting.check(text)
+        self._shared.fitting.check(*texts_of(request))
         started_s = time.monotonic()
         timing = ReadTiming()
         allowed_s = min(self._config.fetch_timeout_s, _FETCH_SHARE * (deadline_s - started_s))

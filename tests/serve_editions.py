@@ -14,9 +14,11 @@ import pytest
 from c2kv_core.compressor import Compressor
 from c2kv_core.errors import IdentityError, StoreError
 from c2kv_core.store import KVStore, Miss, promote
+from c2kv_core.text import content_hash
 from serve_app import edition as edition_module
 from serve_app.caller import Caller
 from serve_app.config import EditionConfig
+from serve_app.edition import Edition
 from serve_app.loading import load_service
 from serve_app.probe import probe
 from serve_app.protocol import DocumentBody
@@ -130,6 +132,50 @@ def test_a_document_put_meanwhile_is_there_under_each_identity(two: World, servi
     asyncio.run(service.documents.delete(caller, "oak"))
     for edition in service._editions.all:
         assert isinstance(edition.store.lookup(["oak"], namespace="default")["oak"], Miss)
+
+
+def test_a_deleted_document_is_gone_at_once_under_each_identity(two: World) -> None:
+    """Although each reads the index through a view of its own, of up to ``index_refresh_s``."""
+    promote(two.store, "default", fingerprints(two)[1])
+    service, _ = load_service(two.config(editions=(EditionConfig(ratio=OTHER_RATIO),), index_refresh_s=600))
+    assert told(service)[0] == fingerprints(two)[1]
+    asyncio.run(service.documents.delete(Caller(name="anybody", namespace="default"), "oak"))
+    assert ask(service, ["oak"]).fault["code"] == "document_not_found"
+    service.close()
+
+
+def test_puts_of_one_id_come_in_the_same_order_under_each_identity(
+    service: ChatService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(name="anybody", namespace="default")
+    compress = service.documents._compress
+    waits, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow_for_the_first(edition: Edition, ids: Any, deadline_s: float) -> Any:
+        parts = await compress(edition, ids, deadline_s)
+        if edition is service._editions.all[0] and not waits.is_set():
+            waits.set()
+            await goes_on.wait()
+        return parts
+
+    monkeypatch.setattr(service.documents, "_compress", slow_for_the_first)
+
+    async def put_two() -> None:
+        first = asyncio.create_task(service.documents.put(caller, "elm", DocumentBody(text="An elm.")))
+        await waits.wait()
+        await service.documents.put(caller, "elm", DocumentBody(text="Another elm."))
+        goes_on.set()
+        await first
+        waits.clear()
+        goes_on.clear()
+        left = asyncio.create_task(service.documents.put(caller, "elm", DocumentBody(text="A third elm.")))
+        await waits.wait()
+        left.cancel()  # half way: written under no identity, rather than under one
+        await asyncio.wait([left])
+
+    asyncio.run(put_two())
+    rows = [edition.store.lookup(["elm"], namespace="default")["elm"] for edition in service._editions.all]
+    assert {getattr(row, "content_hash", None) for row in rows} == {content_hash("", "An elm.")}
 
 
 def test_the_asked_ratio_must_be_the_served_one(two: World, service: ChatService) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 
+from c2kv_core.text import ChatRenderer
+from serve_app.errors import ApiError
+from serve_app.request_body import parse_request
 from tests.serve_local import client, local_api, over_http, send
 from tests.serve_support import World, ask_body, make_world
 
@@ -66,6 +70,50 @@ def test_what_is_no_json_object_is_refused(api: FastAPI, method: str, path: str,
     assert sent(api, method, path, body) == (400, "invalid_json")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"documents": [1] * 5_000},
+        {"messages": [1] * 5_000},
+        {"c2kv": dict.fromkeys(map(str, range(5_000)))},
+        {"documents": [dict.fromkeys(map(str, range(5_000)))]},
+        {"documents": [dict.fromkeys(map(str, range(90)))] * 500},
+    ],
+    ids=lambda fields: repr(fields)[:30],
+)
+def test_many_faults_are_not_all_looked_for(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(json.dumps({**ask_body(), **fields}).encode())
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError) and cause.error_count() <= 100
+    assert len(caught.value.fault.message) < 500
+
+
+def test_long_and_many_unknown_keys_are_compared_with_ours_in_part() -> None:
+    many = {f"doc{n}": 1 for n in range(5_000)}
+    assert parse_request(json.dumps({**ask_body(), **many}).encode()).messages
+    with pytest.raises(ApiError, match="did you mean 'documents'"):
+        parse_request(json.dumps({**ask_body(), "document": []}).encode())
+    with pytest.raises(ApiError) as caught:
+        parse_request(json.dumps({**ask_body(), "c2kv": {"x" * 50_000: 1}}).encode())
+    assert len(caught.value.fault.message) < 500 and len(str(caught.value.fault.param)) < 200
+
+
+@pytest.mark.parametrize("messages", [("word " * 3_000, 4), ("", 5_000)], ids=["long", "many"])
+def test_messages_that_fit_no_context_together_are_not_encoded_together(
+    own: World, monkeypatch: pytest.MonkeyPatch, messages: tuple[str, int]
+) -> None:
+    def never(*args: Any) -> list[int]:
+        raise AssertionError("encoded as a whole, while all others wait")
+
+    content, count = messages
+    with local_api(own.config()) as wide:
+        monkeypatch.setattr(ChatRenderer, "question_ids", never)
+        body = ask_body(messages=[{"role": "user", "content": content}] * count)
+        refused = send(wide, "POST", CHAT, body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize("field", ["seed", "temperature", "max_tokens", "top_p", "n"])
 def test_numbers_beyond_all_floats_are_refused(api: FastAPI, field: str) -> None:
     body = b'{"prompt": "x", "%s": 1e999}' % field.encode()
@@ -84,7 +132,7 @@ def test_numbers_beyond_all_floats_are_refused(api: FastAPI, field: str) -> None
         {"temperature": -1e-300},
         {"top_p": 5e-324, "temperature": 1e-320, "max_tokens": 2},
         {"n": 1.0000001},
-        {"c2kv": {"deadline_ms": 10**40}, "max_tokens": 2},
+        {"c2kv": {"deadline_ms": 10**400}, "max_tokens": 2},
         {"c2kv": {"ratio": 10**40}},
         {"documents": [{"id": "a" * 50_000}]},
         {"documents": [{"id": "\x00/../..\n"}]},

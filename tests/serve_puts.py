@@ -1,6 +1,7 @@
 """Documents put, looked at and deleted by clients."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,15 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from c2kv_core.errors import StoreError
 from c2kv_core.store import KVStore
 from c2kv_core.text import content_hash
+from serve_app.caller import Caller
+from serve_app.document_writer import DocumentWriter
+from serve_app.loading import load_service
+from serve_app.protocol import DocumentBody
 from tests.serve_local import client, local_api, send
-from tests.serve_support import QUESTION, World, ask_body, make_world
+from tests.serve_support import QUESTION, World, ask_body, make_world, wait_until
 
 pytest_plugins = ["tests.serve_support"]
 
@@ -130,3 +136,72 @@ def test_a_store_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         assert call(api, "PUT", "new", {"text": "Text."}).status_code == 200
         assert ask(api, ["new"], messages=[{"role": "user", "content": QUESTION}]).status_code == 200
     assert KVStore.open(world.store).verify().ok
+
+
+def test_a_client_that_leaves_while_its_document_is_removed_ends_no_writing(own: World) -> None:
+    service, _ = load_service(own.config())
+    caller = Caller(name="anybody", namespace="default")
+    store = service._editions.all[0].store
+    begun, goes_on, real = threading.Event(), threading.Event(), store.delete
+
+    def slow(*args: Any, **options: Any) -> int:
+        begun.set()
+        goes_on.wait(60)
+        return real(*args, **options)
+
+    store.delete = slow  # type: ignore[method-assign]
+
+    async def leave() -> None:
+        deleting = [asyncio.create_task(service.documents.delete(caller, name)) for name in ("ash", "oak")]
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        for one in deleting:  # the second has not begun
+            one.cancel()
+        await asyncio.wait(deleting)
+        goes_on.set()
+        await service.documents.put(caller, "yew", DocumentBody(text="A yew."))
+
+    asyncio.run(leave())
+    assert service.documents.fault() is None
+    service.close()
+
+
+def test_an_unforeseen_failure_of_one_write_is_its_own(own: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, _ = load_service(own.config())
+    caller = Caller(name="anybody", namespace="default")
+
+    def fails(*args: Any, **options: Any) -> list[Any]:
+        raise RuntimeError("secret path")
+
+    monkeypatch.setattr(KVStore, "put", fails)
+    with pytest.raises(StoreError, match="see the server's log"):
+        asyncio.run(service.documents.put(caller, "yew", DocumentBody(text="A tall yew.")))
+    monkeypatch.undo()
+    assert asyncio.run(service.documents.put(caller, "yew", DocumentBody(text="A tall yew.")))["id"] == "yew"
+    service.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_writer_is_a_fault_and_fails_what_it_had(own: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unforeseen(Exception):
+        pass
+
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def dies(*args: Any, **options: Any) -> int:
+        begun.set()
+        goes_on.wait(60)
+        raise Unforeseen
+
+    store = own.open_store()
+    monkeypatch.setattr(KVStore, "delete", dies)
+    writer = DocumentWriter(gather_s=0, max_documents=1)
+    writer.delete(store, "default", "a")
+    begun.wait(60)
+    waiting = writer.delete(store, "default", "b")
+    goes_on.set()
+    with pytest.raises(StoreError, match="stopping"):
+        waiting.result(60)
+    wait_until(lambda: writer.fault() is not None, what="the fault")
+    with pytest.raises(StoreError, match="stopping"):
+        writer.delete(store, "default", "c").result(60)

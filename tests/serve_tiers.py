@@ -1,13 +1,14 @@
 """Where slots come from: copies on a local disk, and the gate that leaves a slow store unread."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from c2kv_core.store import DiskTier, KVStore, Miss, ReadTiming
+from c2kv_core.store import DiskTier, KVStore, Miss, ReadTiming, disk_tier
 from serve_app import cost_gate
 from serve_app.cost_gate import CostGate
 from serve_app.fetching import DocumentFetcher
@@ -15,7 +16,7 @@ from serve_app.hot_documents import HotDocuments
 from serve_app.loading import load_service
 from serve_app.slot_memory import SlotMemory
 from tests.core_store_kit import assert_same, make_document, make_identity
-from tests.serve_support import DOCUMENTS, World, ask, make_world, put_documents
+from tests.serve_support import DOCUMENTS, World, ask, make_world, put_documents, wait_until
 
 pytest_plugins = ["tests.serve_support"]
 
@@ -133,6 +134,61 @@ def test_a_full_disk_costs_the_copy_and_nothing_else(tmp_path: Path, monkeypatch
     found, _ = read(near(uri, tier), ["doc-0"])
     tier.flush()
     assert not isinstance(found["doc-0"], Miss) and list((tmp_path / "near").iterdir()) == []
+
+
+def test_processes_that_share_a_folder_share_its_bytes(tmp_path: Path) -> None:
+    uri = str(tmp_path / "store")
+    size = next(iter(filled(uri, 30).rows())).length
+    folder = tmp_path / "near"
+    # Each as a process of its own: it knows of the others by what lies in the folder.
+    tiers = [DiskTier(folder, max_bytes=int(5.5 * size)) for _ in range(6)]
+    for n, tier in enumerate(tiers):
+        read(near(uri, tier), [f"doc-{5 * n + i}" for i in range(5)])
+        tier.flush()
+    assert len(records(folder)) <= 5
+
+
+def test_copies_get_old_while_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = str(tmp_path / "store")
+    filled(uri)
+    monkeypatch.setattr(disk_tier, "_SWEEP_S", 0.05)
+    tier = DiskTier(tmp_path / "near", max_bytes=ROOM, max_age_s=50)
+    read(near(uri, tier), ["doc-0"])
+    tier.flush()
+    (copy,) = records(tmp_path / "near")
+    os.utime(copy, (time.time(), time.time() - 100))
+    wait_until(lambda: not records(tmp_path / "near"), what="the old copy to go")
+    tier.close()
+
+
+def test_a_copy_that_is_too_old_is_not_used(tmp_path: Path) -> None:
+    uri = str(tmp_path / "store")
+    filled(uri)
+    tier = DiskTier(tmp_path / "near", max_bytes=ROOM, max_age_s=50)
+    read(near(uri, tier), ["doc-0"])
+    tier.flush()
+    (copy,) = records(tmp_path / "near")
+    os.utime(copy, (time.time(), time.time() - 100))
+    assert not read(near(uri, tier), ["doc-0"])[1]
+
+
+def test_a_folder_that_somebody_tidied_up_or_filled_with_other_things(tmp_path: Path) -> None:
+    uri = str(tmp_path / "store")
+    filled(uri)
+    folder = tmp_path / "near"
+    tier = DiskTier(folder, max_bytes=ROOM)
+    read(near(uri, tier), ["doc-0"])
+    tier.flush()
+    (copy,) = records(folder)
+    shutil.rmtree(folder)
+    assert not read(near(uri, tier), ["doc-0"])[1]
+    tier.flush()
+    assert read(near(uri, tier), ["doc-0"])[1] == {"doc-0"}
+    copy.unlink()
+    copy.mkdir()
+    (folder / "lost+found").mkdir()
+    assert not read(near(uri, tier), ["doc-0"])[1]
+    assert DiskTier(folder, max_bytes=1).used_bytes == 0
 
 
 def test_a_replica_names_the_tier_and_copies_outlive_it(tmp_path: Path) -> None:

@@ -268,6 +268,10 @@ class KVStore:
         """
         return self._texts.get(check_namespace(namespace), listed_ids(ids))
 
+    def invalidate(self) -> None:
+        """See at the next read what another ``KVStore`` of this process has committed, however young the view is."""
+        self._reader.invalidate()
+
     def rows(self, *, namespace: str | None = None, fingerprint: str | None = None) -> list[IndexRow]:
         """All live rows now, sorted by namespace, id and fingerprint.
 
