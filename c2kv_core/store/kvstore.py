@@ -196,7 +196,7 @@ class KVStore:
         self._reader.invalidate()
 
     def lookup(self, ids: Iterable[str], *, namespace: str) -> dict[str, IndexRow | Miss]:
-        """The live row of each document under the opened identity, or why there is none; reads no slots, as fresh as ``get``.
+        """The live row of each document under the opened identity, or why there is none; as fresh as ``get``.
 
         Raises:
             InputError: a malformed namespace, or a string instead of a list of ids.
