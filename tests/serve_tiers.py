@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from c2kv_core.errors import StoreError
 from c2kv_core.store import DiskTier, KVStore, Miss, ReadTiming, disk_tier
 from serve_app import cost_gate
 from serve_app.cost_gate import CostGate
@@ -111,6 +112,7 @@ def test_the_least_recently_used_copies_go_first_and_old_ones_always(tmp_path: P
     tier.flush()
     assert tier.evictions == 1 and tier.used_bytes <= 3.5 * size
     assert read(near(uri, tier), ["doc-0"])[1] and not read(near(uri, tier), ["doc-1"])[1]
+    tier.flush()
     for path in records(folder):
         told = path.stat()
         os.utime(path, (told.st_atime, told.st_mtime - 100))
@@ -253,6 +255,10 @@ class SlowStore:
         return getattr(self._store, name)
 
 
+def unreadable(*args: Any, **options: Any) -> Any:
+    raise StoreError("cannot read documents/: it does not answer")
+
+
 def test_a_slow_store_is_left_unread_and_the_answer_says_so(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     put_documents(
@@ -260,7 +266,8 @@ def test_a_slow_store_is_left_unread_and_the_answer_says_so(tmp_path: Path) -> N
         world.open_store(),
         [DOCUMENTS["birch"]._replace(doc_id=f"birch-{n}", text=f"Betula {n} is a birch.") for n in range(4)],
     )
-    service, _ = load_service(world.config(memory_cache_bytes=0))
+    # However slow the machine is at making slots just now.
+    service, _ = load_service(world.config(memory_cache_bytes=0, remake_factor=0.01))
     (edition,) = service._editions.all
     slow = SlowStore(edition.store)
     fetcher: DocumentFetcher = edition.resolver._fetcher
@@ -275,6 +282,8 @@ def test_a_slow_store_is_left_unread_and_the_answer_says_so(tmp_path: Path) -> N
     # Whose text is not stored is read all the same.
     assert [(d["tier"], d["fallback_reason"]) for d in report] == [("extracted", "slower"), ("store", None)]
     assert [d["tier"] for d in ask(service, ["birch-3"], c2kv={"on_missing": "skip"}).documents] == ["store"]
+    slow.text = unreadable  # type: ignore[attr-defined]
+    assert [d["tier"] for d in ask(service, ["birch-3"]).documents] == ["store"]
     service.close()
 
 
