@@ -69,7 +69,7 @@ class Answerer:
             if job.top_logprobs is not None:
                 held.append(logprob_of(logits_V, token, top=job.top_logprobs))
             if piece := text.push(token):
-                yield Text(text=piece, logprobs=tuple(held))
+                yield Text(text=piece, logprobs=tuple(held), completion_tokens=drawn)
                 held.clear()
             if text.stopped or drawn == job.max_new_tokens:
                 break
@@ -78,7 +78,7 @@ class Answerer:
             logits_V = stepped
             token = sampler.draw(logits_V)
         if (rest := text.finish()) or (held and not text.stopped):
-            yield Text(text=rest, logprobs=tuple(held))
+            yield Text(text=rest, logprobs=tuple(held), completion_tokens=drawn)
         ended = text.stopped or (token in self._eos_token_ids and not job.ignore_eos)
         yield Finished(reason="stop" if ended else "length", completion_tokens=drawn)
 

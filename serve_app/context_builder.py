@@ -35,8 +35,9 @@ class BuiltContext:
 Steps = Generator[Step | None, Tensor | None, BuiltContext]
 """As ``Turns``: None after each piece of work, steps for ordinary text. The context is the return value."""
 
-Prefixes = ByteLru[tuple[int, ...], ComposedContext]
-"""Prefilled system messages by their ids: the base's own, so the same under every identity of slots."""
+Prefixes = ByteLru[tuple[str, tuple[int, ...]], ComposedContext]
+"""Prefilled system messages by namespace and ids: the base's own, so the same under every identity of slots, but apart
+for each tenant, who could otherwise find out by the clock what others tell the model."""
 
 
 class ContextBuilder:
@@ -64,8 +65,8 @@ class ContextBuilder:
 
     def build(self, job: Job) -> Steps:
         """Prefix first, then each document behind the ones before it, in the one cache that the answer uses."""
+        compose_s, prefix = yield from self._prefix(job)
         started_s = time.monotonic()
-        prefix = self._prefix(job.prefix_ids) if job.prefix_ids else None
         built = BuiltContext(
             decoder=Decoder(
                 self._model,
@@ -76,7 +77,7 @@ class ContextBuilder:
                 more_positions=sum(d.work.source_tokens for d in job.documents),
             )
         )
-        built.compose_s += time.monotonic() - started_s
+        built.compose_s += compose_s + time.monotonic() - started_s
         pending: list[CompressedDocument] = []
         for document in job.documents:
             match document.work:
@@ -94,12 +95,23 @@ class ContextBuilder:
         _place(built, pending)
         return built
 
-    def _prefix(self, ids: tuple[int, ...]) -> ComposedContext:
-        context = self._prefixes.get(ids)
+    def _prefix(
+        self, job: Job
+    ) -> Generator[Step | None, Tensor | None, tuple[float, ComposedContext | None]]:
+        """Seconds it took and the system message, read in pieces like all else; None where there is none."""
+        key, ids = (job.namespace, job.prefix_ids), job.prefix_ids
+        context = self._prefixes.get(key)
+        taken_s = 0.0
         if context is None:
-            context = prefill(self._model, ids)
-            self._prefixes.put(ids, context, size_bytes=context.cache.nbytes)
-        return context
+            for start in range(0, len(ids), PREFILL_CHUNK_TOKENS):
+                if context is not None:
+                    yield None
+                started_s = time.monotonic()
+                context = prefill(self._model, ids[start : start + PREFILL_CHUNK_TOKENS], context)
+                taken_s += time.monotonic() - started_s
+            if context is not None:
+                self._prefixes.put(key, context, size_bytes=context.cache.nbytes)
+        return taken_s, context
 
     def _slots(
         self, work: Slots | Extraction, built: BuiltContext

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -67,6 +67,8 @@ class DocumentService:
         self._editions = editions
         self._engine = engine
         self._shared = shared
+        # Apart from the readers of answers: while the store hangs, requests for it are no reason to answer none.
+        self._threads = ThreadPoolExecutor(config.fetch_threads, thread_name_prefix="c2kv-documents")
         self._writer = DocumentWriter(
             gather_s=config.commit_gather_s, max_documents=config.commit_max_documents
         )
@@ -133,9 +135,14 @@ class DocumentService:
     def close(self) -> None:
         """Write what has been taken on, and stop."""
         self._writer.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._shared.readers, work)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.wait_for(future, self._config.max_request_s)
+        except TimeoutError as error:
+            raise deadline_exceeded("the store was asked") from error
 
     async def _stored(
         self, edition: Edition, caller: Caller, source: SourceDocument, deadline_s: float

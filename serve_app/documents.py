@@ -77,14 +77,15 @@ class DocumentResolver:
             )
             missing = [doc_id for doc_id, found in found_here.items() if isinstance(found, Miss)]
             kept = self._texts(missing, namespace, on_missing, until_s)
+            # Slow, but without their text there is no other way to have them.
+            without = missing if isinstance(kept, Miss) else [i for i in missing if i not in kept]
+            unread = [i for i in without if _is(found_here[i], SLOWER)]
             if isinstance(kept, Miss):
                 # Without its text a document is as good as lost for now, and not unknown.
-                found_here |= dict.fromkeys(missing, kept)
+                found_here |= dict.fromkeys(set(missing) - set(unread), kept)
             else:
                 texts = kept | texts
-                unread = [i for i in missing if i not in kept and _is(found_here[i], SLOWER)]
-                # Slow, but there is no other way to have them.
-                found_here |= self._fetcher.slots(unread, namespace, until_s=until_s, timing=timing)
+            found_here |= self._fetcher.slots(unread, namespace, until_s=until_s, timing=timing)
             # The first namespace that has a document says what is wrong with it.
             stored = found_here | {i: f for i, f in stored.items() if not _is(f, "not_found")}
             wanted = [doc_id for doc_id in wanted if _is(stored[doc_id], "not_found")]

@@ -14,6 +14,8 @@ class StartEvent(TypedDict):
     event: Literal["start"]
     c2kv: C2KVBlock
     """Without the total time."""
+    prompt_tokens: int
+    """As ``usage`` has them at the end."""
 
 
 class Likeliest(TypedDict):
@@ -38,6 +40,8 @@ class TextEvent(TypedDict):
     text: str
     logprobs: list[TokenLogprobs]
     """Of the tokens behind it; empty where they were not asked for."""
+    completion_tokens: int
+    """Drawn so far."""
 
 
 class EndEvent(TypedDict):

@@ -18,6 +18,8 @@ class Job:
 
     fingerprint: str
     """Of the identity of all its slots."""
+    namespace: str
+    """Of the tenant who asks."""
     prefix_ids: tuple[int, ...]
     """System message; may be empty where the template puts nothing there."""
     documents: tuple[PlannedDocument, ...]
@@ -74,6 +76,8 @@ class Text:
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of the tokens behind it, where asked for."""
+    completion_tokens: int = 0
+    """Tokens drawn so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

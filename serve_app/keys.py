@@ -14,12 +14,14 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from c2kv_core.config import Config, parse_config
-from c2kv_core.errors import ConfigError
+from c2kv_core.errors import ConfigError, InputError
+from c2kv_core.store.names import check_namespace
 from serve_app.caller import Caller, Role
 from serve_app.config import ServeConfig
 from serve_app.errors import ApiError, Fault
@@ -33,6 +35,16 @@ _LOOK_EVERY_S = 1.0
 """How often a key file is looked at."""
 
 
+def _namespace(name: str) -> str:
+    try:
+        return check_namespace(name)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
+_Namespace = Annotated[str, AfterValidator(_namespace)]
+
+
 class KeyEntry(Config):
     """One key."""
 
@@ -40,9 +52,9 @@ class KeyEntry(Config):
     """For logs and metrics."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Hex digest of the key."""
-    namespace: str = Field(pattern=r"^[a-z0-9._-]{1,64}$")
+    namespace: _Namespace
     """Whose documents are read and written."""
-    shared: tuple[str, ...] = ()
+    shared: tuple[_Namespace, ...] = ()
     """Further namespaces whose documents can be read, in the order in which they are searched."""
     roles: frozenset[Role] = frozenset({"query"})
     """``query`` asks, ``write`` puts and deletes documents, ``admin`` reads metrics of the server."""
@@ -208,9 +220,13 @@ def _read(path: str) -> tuple[KeyEntry, ...]:
 
 def _parsed(text: str, *, source: str) -> tuple[KeyEntry, ...]:
     try:
+        node = yaml.compose(text, yaml.SafeLoader)
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: expected YAML with a list 'keys', got something else") from error
+    lists = [name.value for name, _ in node.value].count("keys") if isinstance(node, yaml.MappingNode) else 0
+    if lists > 1:  # YAML would take the last alone
+        raise ConfigError(f"{source}: expected one list 'keys', got {lists}; put all entries under the first")
     if not isinstance(data, dict):
         raise ConfigError(f"{source}: expected a mapping with a list 'keys', got {type(data).__name__}")
     entries = parse_config(KeyFile, data, source=source).keys

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from serve_app.access_log import Access
-from serve_app.answers import Usage
 from serve_app.completion import STREAM_END, CompletionForm, error_chunk
 from serve_app.errors import INTERNAL, ApiError, Fault
 from serve_app.events import ReplicaEvent, fault_in
@@ -19,22 +18,32 @@ Events = AsyncGenerator[ReplicaEvent, None]
 Form = CompletionForm | TextForm
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Account:
     """Where an answer is entered: the log, and what its key may use."""
 
     access: Access
     grant: Grant
     quotas: Quotas
+    _prompt_tokens: int = 0
+    _counted_tokens: int = 0
 
-    def text_came(self) -> None:
-        """Enter a piece of the answer."""
-        self.access.text_came()
+    def told(self, event: ReplicaEvent) -> None:
+        """Enter what has become of the answer by now; so one that is given up half way costs what it took."""
+        match event["event"]:
+            case "start":
+                self._prompt_tokens = event["prompt_tokens"]
+                self._count(self._prompt_tokens)
+            case "text":
+                self.access.text_came()
+                self._count(self._prompt_tokens + event["completion_tokens"])
+            case "end":
+                self.access.usage = event["usage"]
+                self._count(event["usage"]["total_tokens"])
 
-    def finished(self, usage: Usage) -> None:
-        """Enter a finished answer."""
-        self.access.usage = usage
-        self.quotas.used(self.grant, usage["total_tokens"])
+    def _count(self, tokens: int) -> None:
+        self.quotas.used(self.grant, tokens - self._counted_tokens)
+        self._counted_tokens = tokens
 
     def broken(self, fault: Fault) -> bytes:
         """Enter an answer that failed in its middle; what its client is told."""
@@ -47,15 +56,14 @@ async def whole(form: Form, events: Events, account: Account) -> Response:
     text, logprobs = "", []
     async with aclosing(events):
         async for event in events:
+            account.told(event)
             match event["event"]:
                 case "text":
-                    account.text_came()
                     text += event["text"]
                     logprobs += event["logprobs"]
                 case "error":
                     raise ApiError(fault_in(event))
                 case "end":
-                    account.finished(event["usage"])
                     return JSONResponse(form.whole(text, logprobs, event))
     raise ApiError(INTERNAL)
 
@@ -70,6 +78,7 @@ async def streamed(form: Form, events: Events, account: Account) -> Response:
             raise ApiError(INTERNAL)
         if first["event"] == "error":
             raise ApiError(fault_in(first))
+        account.told(first)
         stack.pop_all()
     return StreamingResponse(
         _chunks(form, events, account), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
@@ -82,15 +91,14 @@ async def _chunks(form: Form, events: Events, account: Account) -> AsyncGenerato
             yield opening
         try:
             async for event in events:
+                account.told(event)
                 match event["event"]:
                     case "text":
-                        account.text_came()
                         yield form.text_chunk(event["text"], event["logprobs"])
                     case "error":
                         yield account.broken(fault_in(event))
                         return
                     case "end":
-                        account.finished(event["usage"])
                         for chunk in form.last_chunks(event):
                             yield chunk
                         yield STREAM_END

@@ -175,6 +175,7 @@ class ChatService:
         temperature = request.temperature
         job = Job(
             fingerprint=edition.fingerprint,
+            namespace=caller.namespace,
             prefix_ids=around.prefix_ids,
             documents=tuple(documents),
             question_ids=around.question_ids,

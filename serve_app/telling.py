@@ -55,9 +55,10 @@ class Teller:
         match event:
             case Started():
                 self._block = self._new_block(event)
-                return StartEvent(event="start", c2kv=self._block)
-            case Text(text=text, logprobs=logprobs):
-                return TextEvent(event="text", text=text, logprobs=[self._told(one) for one in logprobs])
+                return StartEvent(event="start", c2kv=self._block, prompt_tokens=self._job.prompt_tokens)
+            case Text(text=text, logprobs=logprobs, completion_tokens=drawn):
+                told = [self._told(one) for one in logprobs]
+                return TextEvent(event="text", text=text, logprobs=told, completion_tokens=drawn)
             case Finished():
                 return self._end(event)
             case Failed(fault=fault):

@@ -1,6 +1,8 @@
 """The log of what a namespace is served by: the last entry counts, and one of several writers wins."""
 
+import json
 import threading
+from dataclasses import asdict
 
 import pytest
 
@@ -81,4 +83,12 @@ def test_what_cannot_be_promoted_is_refused(filled: str) -> None:
         promote(filled, "acme", NEW.fingerprint, expected=NEWER.fingerprint)
     open_storage(filled).put("served/acme/0000000002.json", b"{")
     with pytest.raises(StoreError, match="damaged"):
+        served(filled, "acme")
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "at", "by", "reason"])
+def test_an_entry_with_a_value_of_another_type_is_damaged(filled: str, name: str) -> None:
+    entry = {**asdict(promote(filled, "acme", OLD.fingerprint)), "version": 2, name: 5}
+    open_storage(filled).put("served/acme/0000000002.json", json.dumps(entry).encode())
+    with pytest.raises(StoreError, match="another type"):
         served(filled, "acme")

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import shutil
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from c2kv_core.generate import generate
 from c2kv_core.sampling import SamplingParams
+from serve_app.caller import Caller
+from serve_app.jobs import Turns, Work
 from serve_app.loading import load_service
+from serve_app.protocol import ChatRequest
 from serve_app.service import ChatService
 from tests.serve_support import QUESTION, Answer, Reference, World, ask, ask_body, collect
 
@@ -176,3 +180,38 @@ def test_requests_side_by_side_equal_requests_in_series(world: World) -> None:
     assert [a.text for a in parallel] == [a.text for a in series] * 3
     assert [a.events[-1]["event"] for a in parallel] == [a.events[-1]["event"] for a in series] * 3
     assert (stats.running, stats.queued, stats.failed, stats.cancelled) == (0, 0, 0, 0)
+
+
+def test_a_long_system_message_is_read_in_pieces_and_answers_equal(
+    service: ChatService, reference: Reference
+) -> None:
+    system = "You know all about trees. " * 220
+    turns = []
+    real = service._engine._turns  # type: ignore[attr-defined]
+
+    def counting(work: Work) -> Turns:
+        told, logits = real(work), None
+        with suppress(StopIteration):
+            while True:
+                turn = told.send(logits)
+                turns.append(turn)
+                logits = yield turn
+
+    service._engine._turns = counting  # type: ignore[attr-defined]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+    answer = ask(service, messages=messages)
+    pieces = -(-len(reference.world.compressor.renderer.prefix_ids(system)) // 512)
+    assert pieces > 2 and turns[:pieces].count(None) == pieces - 1
+    assert answer.text == reference.answer(reference.prefix(system))
+
+
+def test_tenants_do_not_share_prefilled_system_messages(service: ChatService) -> None:
+    async def one(namespace: str) -> None:
+        request = ChatRequest.model_validate(ask_body(max_tokens=1))
+        async with aclosing(service.answer(request, Caller(name=namespace, namespace=namespace))) as events:
+            async for _ in events:
+                pass
+
+    for namespace, held in (("a", 1), ("a", 1), ("b", 2)):
+        asyncio.run(one(namespace))
+        assert len(service._shared.prefixes) == held

@@ -28,6 +28,7 @@ def job(name: str = "", *, allowed_s: float = 600.0, size: int = 1) -> Job:
     """A job whose only content is a name, carried in its stop strings, and a size."""
     return Job(
         fingerprint="",
+        namespace="",
         prefix_ids=(),
         documents=(),
         question_ids=(1,),

@@ -1,5 +1,6 @@
 """Keys: who asks, what they may do, how much, and that nobody sees another's documents."""
 
+import asyncio
 import json
 import os
 import time
@@ -13,10 +14,15 @@ import yaml
 from fastapi import FastAPI
 
 from c2kv_core.errors import ConfigError
+from serve_app.access_log import Access
 from serve_app.caller import Caller
+from serve_app.completion import CompletionForm
 from serve_app.errors import ApiError
 from serve_app.keys import KEYS_VARIABLE, Grant, KeyRing, hash_key, new_key
+from serve_app.loading import load_service
 from serve_app.quotas import Quotas
+from serve_app.request_body import parse_request
+from serve_app.responses import Account, streamed
 from tests import serve_local
 from tests.serve_local import local_api
 from tests.serve_support import World, ask_body, make_world, wait_until
@@ -122,6 +128,12 @@ def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         ("keys: [", "expected YAML"),
         ("keys: [{name: a, sha256: x, namespace: a}]", "sha256"),
         (f"keys: [{{name: a, sha256: {'a' * 64}, namespace: A/B}}]", "namespace"),
+        (f"keys: [{{name: a, sha256: {'a' * 64}, namespace: ..}}]", "namespace"),
+        (f"keys: [{{name: a, sha256: {'a' * 64}, namespace: a, shared: [Handbook]}}]", "shared.0"),
+        (
+            yaml.safe_dump({"keys": ENTRIES[:1]}) + yaml.safe_dump({"keys": ENTRIES[1:]}),
+            "one list 'keys', got 2",
+        ),
         (f"keys: [{{name: a, sha256: {'a' * 64}, namespace: a, role: query}}]", "did you mean 'roles'"),
         (yaml.safe_dump({"keys": [ENTRIES[0], {**ENTRIES[1], "name": "alice"}]}), "each name once"),
         (yaml.safe_dump({"keys": [ENTRIES[0], {**ENTRIES[0], "name": "other"}]}), "each sha256 once"),
@@ -238,3 +250,27 @@ def test_no_request_can_name_a_namespace(api: FastAPI) -> None:
     assert send(api, BOB, "POST", "/v1/chat/completions", body).status_code == 400
     body = {**ask_body(["secret"]), "namespace": "a", "user": "alice"}
     assert send(api, BOB, "POST", "/v1/chat/completions", body).status_code == 404
+
+
+@pytest.mark.parametrize("until", ["the first text", "an error"])
+def test_an_answer_that_is_given_up_half_way_counts_for_what_it_took(own: World, until: str) -> None:
+    service, _ = load_service(own.config(max_new_tokens_limit=4000))
+    quotas, grant = Quotas(clock=lambda: 0.0), Grant(caller=ANYBODY, tokens_per_minute=10)
+    account = Account(access=Access(request_id="", method="POST"), grant=grant, quotas=quotas)
+    deadline_ms = None if until == "the first text" else 1000
+    body = ask_body(["oak"], max_tokens=3500, ignore_eos=True, stream=True, c2kv={"deadline_ms": deadline_ms})
+
+    async def give_up() -> None:
+        events = service.answer(parse_request(json.dumps(body).encode()))
+        response = await streamed(CompletionForm(model="tiny"), events, account)
+        async for chunk in response.body_iterator:  # type: ignore[attr-defined]
+            if until == "the first text" and b'"content": ""' not in chunk:
+                break
+        await response.body_iterator.aclose()  # type: ignore[attr-defined]
+
+    quotas.begin(grant)
+    asyncio.run(give_up())
+    assert account.access.usage is None
+    with pytest.raises(ApiError, match="10 tokens a minute"):
+        quotas.begin(grant)
+    service.close()

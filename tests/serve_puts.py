@@ -19,7 +19,7 @@ from serve_app.document_writer import DocumentWriter
 from serve_app.loading import load_service
 from serve_app.protocol import DocumentBody
 from tests.serve_local import client, local_api, send
-from tests.serve_support import QUESTION, World, ask_body, make_world, wait_until
+from tests.serve_support import QUESTION, Answer, World, ask_body, collect, make_world, wait_until
 
 pytest_plugins = ["tests.serve_support"]
 
@@ -205,3 +205,27 @@ def test_a_dead_writer_is_a_fault_and_fails_what_it_had(own: World, monkeypatch:
     wait_until(lambda: writer.fault() is not None, what="the fault")
     with pytest.raises(StoreError, match="stopping"):
         writer.delete(store, "default", "c").result(60)
+
+
+def test_looking_at_documents_of_a_store_that_hangs_keeps_no_answer_waiting(own: World) -> None:
+    service, _ = load_service(own.config(fetch_threads=1, max_request_s=30))
+    store, answered = service._editions.all[0].store, threading.Event()
+    real = store.text
+
+    def hangs(*args: Any, **options: Any) -> Any:
+        answered.wait(60)
+        return real(*args, **options)
+
+    store.text = hangs  # type: ignore[method-assign]
+
+    async def both() -> Answer:
+        caller = Caller(name="anybody", namespace="default")
+        looking = asyncio.create_task(service.documents.get(caller, "birch"))
+        await asyncio.sleep(0)
+        answer = await collect(service, ask_body([{"text": "An alder."}]))
+        answered.set()
+        assert (await looking)["id"] == "birch"
+        return answer
+
+    assert asyncio.run(both()).text
+    service.close()

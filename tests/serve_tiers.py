@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from c2kv_core.errors import StoreError
 from c2kv_core.store import DiskTier, KVStore, Miss, ReadTiming, disk_tier
 from serve_app import cost_gate
 from serve_app.cost_gate import CostGate
@@ -255,6 +256,10 @@ class SlowStore:
         return getattr(self._store, name)
 
 
+def unreadable(*args: Any, **options: Any) -> Any:
+    raise StoreError("cannot read documents/: it does not answer")
+
+
 def test_a_slow_store_is_left_unread_and_the_answer_says_so(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     put_documents(
@@ -262,7 +267,8 @@ def test_a_slow_store_is_left_unread_and_the_answer_says_so(tmp_path: Path) -> N
         world.open_store(),
         [DOCUMENTS["birch"]._replace(doc_id=f"birch-{n}", text=f"Betula {n} is a birch.") for n in range(4)],
     )
-    service, _ = load_service(world.config(memory_cache_bytes=0))
+    # However slow the machine is at making slots just now.
+    service, _ = load_service(world.config(memory_cache_bytes=0, remake_factor=0.01))
     (edition,) = service._editions.all
     slow = SlowStore(edition.store)
     fetcher: DocumentFetcher = edition.resolver._fetcher
@@ -277,6 +283,8 @@ def test_a_slow_store_is_left_unread_and_the_answer_says_so(tmp_path: Path) -> N
     # Whose text is not stored is read all the same.
     assert [(d["tier"], d["fallback_reason"]) for d in report] == [("extracted", "slower"), ("store", None)]
     assert [d["tier"] for d in ask(service, ["birch-3"], c2kv={"on_missing": "skip"}).documents] == ["store"]
+    slow.text = unreadable  # type: ignore[attr-defined]
+    assert [d["tier"] for d in ask(service, ["birch-3"]).documents] == ["store"]
     service.close()
 
 

@@ -9,7 +9,7 @@ import getpass
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 
 from c2kv_core.errors import InputError, StoreError
@@ -135,6 +135,8 @@ def _read(storage: Storage, namespace: str, version: int) -> Served:
         entry = Served(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise StoreError(f"{path} is damaged: {error}; promote again after moving it away") from error
+    if not all(isinstance(getattr(entry, f.name), f.type) for f in fields(entry) if isinstance(f.type, type)):
+        raise StoreError(f"{path} is damaged: a value of another type; promote again after moving it away")
     if entry.version != version:
         raise StoreError(f"{path} is damaged: it says it is version {entry.version}")
     return entry
