@@ -22,9 +22,6 @@ from serve_app.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.5
-"""Longest wait of a request for the first look at what its namespace is served by."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Edition:
@@ -65,18 +62,20 @@ class _Pointer:
 class Editions:
     """Follows ``served/<namespace>`` of the store. Safe to share between threads."""
 
-    def __init__(self, editions: list[Edition], *, uri: str, refresh_s: float) -> None:
+    def __init__(self, editions: list[Edition], *, uri: str, refresh_s: float, patience_s: float) -> None:
         """Bind the editions.
 
         Args:
             editions: at least one; the first serves namespaces in which nothing was promoted.
             uri: of the store.
             refresh_s: age of what is known, in seconds, after which it is looked up anew.
+            patience_s: longest wait of a request, in seconds, for the first look at what its namespace is served by: a
+                slow store must not bring back what was replaced, each time a replica starts.
         """
         self.all = editions
         self._by_fingerprint = {edition.fingerprint: edition for edition in editions}
         self._uri = uri
-        self._refresh_s = refresh_s
+        self._refresh_s, self._patience_s = refresh_s, patience_s
         self._lock = (
             threading.RLock()
         )  # a look that has ended already tells so in the thread that asked for it
@@ -101,7 +100,7 @@ class Editions:
             first = pointer.looked_s == float("-inf")
         if first and looking is not None:
             try:
-                looking.exception(_PATIENCE_S)
+                looking.exception(self._patience_s)
             except NotYetError:
                 pass
             else:

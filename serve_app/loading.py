@@ -45,6 +45,7 @@ def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple
         [shared.edition(one) for one in (compressor, *map(compressor.beside, others))],
         uri=config.store,
         refresh_s=config.index_refresh_s,
+        patience_s=config.fetch_timeout_s,
     )
     engine = _engine(config, compressor, editions, recorder)
     service = ChatService(config=config, editions=editions, engine=engine, shared=shared)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from c2kv_core.compressor import Compressor
 from c2kv_core.errors import IdentityError, StoreError
-from c2kv_core.store import KVStore, Miss, promote
+from c2kv_core.store import KVStore, Miss, promote, served
 from c2kv_core.text import content_hash
 from serve_app import edition as edition_module
 from serve_app.caller import Caller
@@ -201,6 +202,19 @@ def test_an_identity_the_server_does_not_have_is_not_followed(
     assert any("add it to editions" in remark for remark in probe(config).remarks(config))
     with pytest.raises(IdentityError, match="two editions have the same identity"):
         probe(two.config(editions=(EditionConfig(),)))
+
+
+def test_a_fresh_replica_waits_for_a_slow_store_to_say_what_is_served(
+    two: World, service: ChatService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promote(two.store, "default", fingerprints(two)[1])
+
+    def slow(uri: str, namespace: str) -> Any:
+        time.sleep(0.8)
+        return served(uri, namespace)
+
+    monkeypatch.setattr(edition_module, "served", slow)
+    assert told(service)[0] == fingerprints(two)[1]
 
 
 def test_a_store_that_does_not_answer_changes_nothing(

@@ -375,15 +375,9 @@ class KVStore:
             InputError: negative retention.
             StoreError: I/O error.
         """
+        parts = (self._storage, self._index, self._texts, self._identities)
         try:
-            return collect_garbage(
-                self._storage,
-                self._index,
-                self._texts,
-                self._identities,
-                retention_s=retention_s,
-                dry_run=dry_run,
-            )
+            return collect_garbage(*parts, retention_s=retention_s, dry_run=dry_run)
         finally:
             self._reader.invalidate()
 
