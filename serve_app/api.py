@@ -31,6 +31,7 @@ from serve_app.keys import Grant, key_ring
 from serve_app.protocol import AnyRequest, ChatRequest, DocumentBody, TextRequest
 from serve_app.quotas import Quotas
 from serve_app.request_body import parse_document, parse_request, parse_text_request, read_body
+from serve_app.request_limits import check_limits
 from serve_app.responses import Account, Form, streamed, whole
 from serve_app.store_watch import StoreWatch
 from serve_app.text_completion import TextForm
@@ -45,7 +46,7 @@ class Doorkeeper:
 
     def __init__(self, config: ServeConfig) -> None:
         self._keys = key_ring(config)
-        self._quotas = Quotas()
+        self.quotas = Quotas()
 
     def admit(self, request: Request, role: Role) -> Grant:
         """Who sends a request that needs a role.
@@ -59,7 +60,7 @@ class Doorkeeper:
         if role not in grant.caller.roles:
             message = f"this key does not have the role {role!r}; ask for one that does"
             raise ApiError(Fault(status=403, code="role_required", message=message))
-        self._quotas.begin(grant)
+        self.quotas.begin(grant)
         return grant
 
     def open_account(self, request: Request) -> Account:
@@ -69,7 +70,7 @@ class Doorkeeper:
             ApiError: as ``admit``.
         """
         grant = self.admit(request, "query")
-        return Account(access=access_of(request), grant=grant, quotas=self._quotas)
+        return Account(access=access_of(request), grant=grant, quotas=self.quotas)
 
 
 class Api(FastAPI):
@@ -120,6 +121,7 @@ def _add_answers(api: FastAPI, config: ServeConfig, client: GeneratorClient, doo
     async def answer(request: AnyRequest, account: Account, form: Form) -> Response:
         account.access.asked(request)
         _check_model(request, config)
+        check_limits(request, config)
         events = client.events(request, account.grant.caller)
         return await (streamed if request.stream else whole)(form, events, account)
 
@@ -166,7 +168,10 @@ def _add_documents(api: FastAPI, config: ServeConfig, client: GeneratorClient, d
     async def put_document(request: Request, doc_id: str) -> Response:
         grant = door.admit(request, "write")
         document = parse_document(await read_body(request, config.max_request_bytes))
-        return JSONResponse(await client.document("put", grant.caller, doc_id, document))
+        status = await client.document("put", grant.caller, doc_id, document)
+        # Also of one that was there already: whether it was is known only afterwards, and looking costs something too.
+        door.quotas.used(grant, status["source_tokens"])
+        return JSONResponse(status)
 
     @api.get(_DOCUMENT, responses=responses(DocumentStatus, 400, 404, 503), dependencies=_KEYED)
     async def get_document(request: Request, doc_id: str) -> Response:

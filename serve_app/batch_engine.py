@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 MODEL_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, MemoryError)
 """What libraries raise over one request (no memory, a bad shape). Anything else ends the worker, and so the replica."""
 
+FAILED_IN_ROW = 8
+"""Steps of single answers that fail one after the other before it is no answer's fault: after an error of its own a
+device fails all."""
 _REPLACEMENT_S = 10
 """Seconds in which Serve replaces a replica, about; clients are told to wait that long."""
 
@@ -107,6 +110,7 @@ class BatchEngine:
         self._outcomes: Counter[_Outcome] = Counter()
         self._closed = False
         self._busy_since_s: float | None = None
+        self._failed_in_row = 0
         self._thread = threading.Thread(target=self._work, name="c2kv-engine", daemon=True)
         self._thread.start()
 
@@ -154,6 +158,8 @@ class BatchEngine:
         """See ``Engine``."""
         if not self._thread.is_alive():
             return "the worker thread has ended"
+        if self._failed_in_row >= FAILED_IN_ROW:
+            return f"the last {self._failed_in_row} steps failed, each over another answer"
         since_s = self._busy_since_s
         if since_s is None:
             return None
@@ -250,6 +256,7 @@ class BatchEngine:
         except MODEL_FAILURES:
             if len(requests) == 1:
                 logger.exception("an answer failed")
+                self._failed_in_row += 1
                 self._retire(requests[0], "failed", INTERNAL)
                 return
             # One may have spoilt it for all; alone, only that one fails.
@@ -259,6 +266,7 @@ class BatchEngine:
             return
         finally:
             self._busy_since_s = None
+        self._failed_in_row = 0
         self._on_batch(len(steps))
         for request, logits_V in zip(requests, logits_BV, strict=True):
             self._go_on(request, logits_V)

@@ -24,6 +24,7 @@ from serve_app.events import ReplicaEvent, error_event
 from serve_app.jobs import Job
 from serve_app.plan import PlannedDocument
 from serve_app.protocol import AnyRequest
+from serve_app.request_limits import check_limits
 from serve_app.shared import Shared
 from serve_app.telling import FindTiming, Teller
 
@@ -56,7 +57,7 @@ class ChatService:
         """The events of one request; leaving the iterator early gives the answer up."""
         arrived_s = time.monotonic()
         try:
-            self._check(request)
+            check_limits(request, self._config)
             deadline_s = arrived_s + self._allowed_s(request)
             job, finding = await self._within(
                 deadline_s, lambda: self._plan(request, caller or self._anybody, deadline_s)
@@ -115,20 +116,6 @@ class ChatService:
         if self._shared.disk is not None:
             self._shared.disk.close()
         self._shared.readers.shutdown(wait=False, cancel_futures=True)
-
-    def _check(self, request: AnyRequest) -> None:
-        count, most = len(request.documents), self._config.max_documents
-        if count > most:
-            raise bad_request(
-                f"expected at most {most} documents, got {count}",
-                code="too_many_documents",
-                param="documents",
-            )
-        limit = self._config.max_new_tokens_limit
-        if (request.token_limit or 1) > limit:
-            raise bad_request(
-                f"expected max_tokens of at most {limit}, got {request.token_limit}", param="max_tokens"
-            )
 
     def _allowed_s(self, request: AnyRequest) -> float:
         asked_ms = request.c2kv.deadline_ms

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from c2kv_core.errors import ContextLengthError
-from serve_app.batch_engine import BatchEngine
+from serve_app.batch_engine import FAILED_IN_ROW, BatchEngine
 from serve_app.errors import ApiError
 from serve_app.jobs import Failed, Job, Step, Text, Turns
 from tests.serve_engine_kit import DONE, Gate, Inbox, echo, job
@@ -113,6 +113,35 @@ def test_a_batch_that_fails_is_tried_one_by_one(start: Callable[..., BatchEngine
     assert isinstance(bad.wait()[-1], Failed)
     assert good.wait()[-1] == DONE
     assert (engine.stats().finished, engine.stats().failed, engine.stats().running_bytes) == (1, 1, 0)
+
+
+def test_a_model_that_fails_every_answer_is_a_fault(start: Callable[..., BatchEngine]) -> None:
+    broken = threading.Event()
+
+    def step(steps: Sequence[Step]) -> Tensor:
+        if broken.is_set():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return echo(steps)
+
+    engine = start(counting, step)
+    broken.set()
+    for left in reversed(range(FAILED_IN_ROW)):
+        assert engine.fault() is None
+        inbox = Inbox()
+        engine.submit(job("0"), inbox)
+        assert isinstance(inbox.wait()[-1], Failed)
+        if left == 1:  # one that succeeds shows that the model is well
+            broken.clear()
+            inbox = Inbox()
+            engine.submit(job("0"), inbox)
+            assert inbox.wait()[-1] == DONE
+            broken.set()
+    for _ in range(FAILED_IN_ROW - 1):
+        assert engine.fault() is None
+        inbox = Inbox()
+        engine.submit(job("0"), inbox)
+        inbox.wait()
+    assert "8 steps failed" in (engine.fault() or "")
 
 
 def test_requests_wait_until_their_memory_is_free(start: Callable[..., BatchEngine]) -> None:

@@ -274,3 +274,13 @@ def test_an_answer_that_is_given_up_half_way_counts_for_what_it_took(own: World,
     with pytest.raises(ApiError, match="10 tokens a minute"):
         quotas.begin(grant)
     service.close()
+
+
+def test_documents_that_are_put_count_as_tokens(own: World, tmp_path: Path) -> None:
+    entry = {**ENTRIES[0], "tokens_per_minute": 20}
+    with local_api(own.config(keys_file=str(write_keys(tmp_path / "keys.yaml", [entry])))) as api:
+        long = {"text": "An elm of many words. " * 8}
+        assert send(api, ALICE, "PUT", "/v1/documents/elm", long).status_code == 200
+        refused = send(api, ALICE, "PUT", "/v1/documents/elm-2", long)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert send(api, ALICE, "GET", "/v1/documents/elm-2").status_code == 429
