@@ -33,6 +33,9 @@ class BenchExtractConfig(Config):
     """Documents of the Ray job that is compared with the bare loop; 0 leaves that and the time by tokens out."""
     job_words: int = Field(default=300, ge=1)
     """Words of each."""
+    job_threads: int | None = Field(default=None, ge=1)
+    """Torch threads of the job's actor and of the loop; null takes all cores. Where the machine has other work, threads
+    that wait for each other by spinning make the loop look slow: take 1 then."""
     shard_tokens: int = Field(default=2048, ge=1)
     """Of the job; several units are needed to tell a steady state."""
     driver_documents: tuple[PositiveInt, ...] = (1_000, 100_000)
@@ -54,6 +57,7 @@ class BenchExtractConfig(Config):
             device=self.device,
             num_gpus_per_actor=self.num_gpus_per_actor,
             shard_tokens=self.shard_tokens,
+            threads_per_actor=self.job_threads,
         )
 
 
