@@ -1,6 +1,7 @@
 """From a configuration to a service that answers: the parts and how they hang together."""
 
 import logging
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _STANDS_BACK = 10
 """Niceness of maths on the CPU, which otherwise delays what carries tokens to clients. Launching GPU work is quick."""
+_SWITCH_S = 0.0005
+"""Longest that one thread keeps the interpreter while another waits for it."""
 
 
 def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple[ChatService, Engine]:
@@ -35,6 +38,9 @@ def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple
     """
     for remark in probe(config).remarks(config):
         logger.warning(remark)
+    # The model's thread asks for the interpreter after each of thousands of operations a step; while tokens are being
+    # carried to clients it would wait five milliseconds each time.
+    sys.setswitchinterval(_SWITCH_S)
     threads = config.threads()
     if threads is not None:
         torch.set_num_threads(threads)
