@@ -77,6 +77,7 @@ def unit_document(source: SourceDocument) -> UnitDocument:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.faults  # a minute: beside what kills processes, out of the way of every change
 def test_a_long_document_beside_short_ones(ray_cluster: None, tmp_path: Path) -> None:
     documents = list(corpus_documents(CORPUS))
     longest = max(documents, key=lambda d: len(d.text.split()))

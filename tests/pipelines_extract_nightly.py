@@ -140,6 +140,7 @@ def test_a_document_that_vanishes_during_the_run_is_accounted_for(
     assert (report.documents, report.extracted, report.vanished, report.unaccounted) == (5, 4, 1, 0)
 
 
+@pytest.mark.faults
 def test_a_store_that_is_removed_stops_the_run_and_leaves_nothing_half_made(
     ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,7 @@ def test_a_store_that_is_removed_stops_the_run_and_leaves_nothing_half_made(
     assert extract(config).extracted == 3
 
 
+@pytest.mark.faults
 def test_jobs_at_once_and_jobs_that_divide_a_corpus_leave_one_row_each(
     ray_cluster: None, tmp_path: Path, model_dir: Path
 ) -> None:
