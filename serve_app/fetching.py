@@ -39,7 +39,7 @@ class DocumentFetcher:
         memory: SlotMemory,
         threads: int,
         gate: CostGate,
-        on_use: Callable[[str, str], None] = lambda namespace, doc_id: None,
+        on_use: Callable[[str, str], None] | None = None,
     ) -> None:
         """Start the threads.
 
@@ -87,7 +87,7 @@ class DocumentFetcher:
         to_read: list[IndexRow] = []
         for doc_id, one in asked.items():
             row = one.result() if one.done() else _NO_ANSWER
-            if not isinstance(row, Miss):
+            if self._on_use is not None and not isinstance(row, Miss):
                 self._on_use(namespace, doc_id)
             if isinstance(row, Miss):
                 found[doc_id] = row

@@ -78,7 +78,7 @@ class Shared:
             memory=memory,
             threads=self.config.fetch_threads,
             gate=gate,
-            on_use=_nobody_counts if self.hot is None else self.hot.used,
+            on_use=None if self.hot is None else self.hot.used,
         )
         contexts = ContextBuilder(
             compressor=compressor, ratio=ratio, memory=memory, prefixes=self.prefixes, gate=gate
@@ -99,7 +99,3 @@ class Shared:
             answerer=Answerer(compressor, contexts, ratio=ratio),
             fetcher=fetcher,
         )
-
-
-def _nobody_counts(namespace: str, doc_id: str) -> None:
-    pass
