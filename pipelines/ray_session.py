@@ -46,7 +46,8 @@ def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> 
     import ray
 
     if ray.is_initialized():
-        yield False
+        with redirect_stdout(sys.stderr):
+            yield False
         return
     if joins:
         ray.init(log_to_driver=log_to_driver)

@@ -1,9 +1,12 @@
 """The benches run and say what they measured; how fast is not a test's business."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from c2kv_cli.main import main
 from c2kv_core.errors import InputError
 from c2kv_core.store import open_storage
 from pipelines.bench.extract import BenchExtractConfig, bench_extract
@@ -59,3 +62,38 @@ def test_extraction_is_measured(ray_cluster: None, tmp_path: Path) -> None:
     assert all(report["ratios"][name]["value"] > 0 for name in names)
     assert report["figures"]["job_padding_waste"] < 0.1
     assert set(report["figures"]["peak_bytes_above_model"]) == {32, 64}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_serving_is_measured_in_closed_and_open_loop(
+    ray_cluster: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = save_tiny_model(tmp_path / "tiny", max_position_embeddings=4096)
+    small = ["documents=2", "document_tokens=40", "long_documents=3", "new_tokens=24", "concurrency=[1,3]"]
+    few = ["repeats=2", "requests_per_place=1", "arrivals_per_s=[20]", "arrivals=5"]
+    monkeypatch.setattr(sys, "argv", ["c2kv", "bench", "serve", "--json", f"model={model}", *small, *few])
+    try:
+        main()
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    assert code in (0, 1) and out, err
+    report = json.loads(out)
+    assert set(report["ratios"]) == {
+        "warm_ttft_speedup",
+        "throughput_3_over_1",
+        "decode_slots_over_full",
+        "overhead_ms_of_bar",
+    }
+    # So small a load says little: the exit code is that of the bars, whichever hold.
+    assert code == int(not all(ratio["holds"] for ratio in report["ratios"].values())), err
+    figures = report["figures"]
+    places = ("memory", "full_prefill", "full_prefix_cached", "disk")
+    levels = [figures[f"{place}_at_{n}"] for place in places for n in (1, 3)]
+    for level in [*levels, figures["memory_open_loop_at_20_per_s"]]:
+        assert 0 < level["ttft_ms_p50"] <= level["ttft_ms_p95"]

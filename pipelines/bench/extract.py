@@ -29,7 +29,7 @@ class BenchExtractConfig(Config):
     repeats: int = Field(default=5, ge=1)
     memory_tokens: tuple[PositiveInt, ...] = (1024, 2048, 4096, 8192)
     """Lengths at which peak memory is taken; the first and the last are compared. Empty skips it."""
-    job_documents: int = Field(default=48, ge=0)
+    job_documents: int = Field(default=96, ge=0)
     """Documents of the Ray job that is compared with the bare loop; 0 leaves that and the time by tokens out."""
     job_words: int = Field(default=300, ge=1)
     """Words of each."""
@@ -66,6 +66,8 @@ def bench_extract(config: BenchExtractConfig) -> BenchReport:
 
     The prefill is the stock model's: SDPA, no mask, cache kept, logits of the last token only.
     """
+    report = BenchReport(name="extract")
+    measure_driver(report, config.driver_documents)
     compressor = Compressor.load(
         CompressorSpec(
             model=config.model,
@@ -75,7 +77,6 @@ def bench_extract(config: BenchExtractConfig) -> BenchReport:
             device=config.device,
         )
     )
-    report = BenchReport(name="extract")
     medians = alternate(
         {
             "prefill": _prefill(compressor, config.tokens),
@@ -88,7 +89,7 @@ def bench_extract(config: BenchExtractConfig) -> BenchReport:
         baseline="stock model's plain prefill of the same tokens",
         limit=EXTRACT_LIMIT,
     )
-    report.figures = {
+    report.figures |= {
         "tokens": config.tokens,
         "ratio": config.ratio,
         "repeats": config.repeats,
@@ -101,7 +102,6 @@ def bench_extract(config: BenchExtractConfig) -> BenchReport:
     if config.job_documents:
         measure_job(report, config.job(), documents=config.job_documents, words=config.job_words)
         measure_linearity(report, config.job(), documents=4, words=config.job_words)
-    measure_driver(report, config.driver_documents)
     return report
 
 

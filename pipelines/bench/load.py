@@ -1,10 +1,11 @@
-"""A load generator: chat requests over HTTP, a number of them at a time, timed at the client."""
+"""A load generator: chat requests over HTTP, a number of them at a time or as they arrive, timed at the client."""
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -60,6 +61,32 @@ async def closed_loop(url: str, bodies: Sequence[dict[str, Any]], *, at_once: in
                 return await ask(http, body)
 
         return list(await asyncio.gather(*(one(body) for body in bodies)))
+
+
+async def open_loop(
+    url: str, bodies: Sequence[dict[str, Any]], *, arrivals_per_s: float, seed: int
+) -> list[Sample]:
+    """All requests, sent at random times (a Poisson process) whether or not earlier ones have ended.
+
+    A request that waits for the server counts from when it was due: a slow server does not thin out its own load.
+
+    Raises:
+        LoadError: a request failed.
+    """
+    draw = random.Random(seed)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as http:
+        started_s, due_s = time.perf_counter(), 0.0
+
+        async def one(body: dict[str, Any], at_s: float) -> Sample:
+            await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+            return replace(await ask(http, body), sent_s=at_s)
+
+        asked = []
+        for body in bodies:
+            asked.append(one(body, started_s + due_s))
+            due_s += draw.expovariate(arrivals_per_s)
+        return list(await asyncio.gather(*asked))
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> Sample:

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import httpx
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from c2kv_core.config import Config
-from pipelines.bench.load import TIMEOUT_S, LoadError, Sample, closed_loop
+from pipelines.bench.load import TIMEOUT_S, LoadError, Sample, closed_loop, open_loop
 from pipelines.bench.report import BenchReport, Ratio
 
 TTFT_LIMIT = 30.0
@@ -58,6 +58,10 @@ class BenchServeConfig(Config):
     """Numbers of requests at a time."""
     requests_per_place: int = Field(default=2, ge=1)
     """Requests of a level for each that runs at a time; at one at a time, ``repeats``."""
+    arrivals_per_s: tuple[PositiveFloat, ...] = (0.5, 1.0)
+    """Rates of the open loop over slots in memory; requests arrive at random times, however many are under way."""
+    arrivals: int = Field(default=24, ge=1)
+    """Requests at each of these rates."""
     repeats: int = Field(default=5, ge=1)
     """Requests of a level of one at a time."""
     prefill_repeats: int = Field(default=2, ge=1)
@@ -77,6 +81,7 @@ def bench_serve(config: BenchServeConfig, server: Server) -> BenchReport:
     with server("memory") as url:
         _put(url, corpus)
         memory = _levels(report, config, url, "memory", lambda n: _slots(config, corpus, n))
+        _arrivals(report, config, url, corpus)
         prefill = _levels(report, config, url, "full_prefill", lambda n: _inline(config, corpus, n))
         prefix = _levels(
             report, config, url, "full_prefix_cached", lambda n: _prefix(config, corpus), warm=True
@@ -141,16 +146,26 @@ def _levels(
         count = alone if at_once == 1 else at_once * (1 if heavy else config.requests_per_place)
         samples = asyncio.run(closed_loop(url, [body(n) for n in range(count)], at_once=at_once))
         levels[at_once] = samples
-        ttft = sorted(sample.ttft_s for sample in samples)
-        report.figures[f"{name}_at_{at_once}"] = {
-            "ttft_ms_p50": 1000 * statistics.median(ttft),
-            "ttft_ms_p95": 1000 * ttft[min(len(ttft) - 1, round(0.95 * (len(ttft) - 1)))],
-            "decoded_tokens_per_s": _decoded_per_s(samples),
-            "requests_per_s": len(samples)
-            / (max(s.last_s for s in samples) - min(s.sent_s for s in samples)),
-            "ms_per_token_p50": 1000 * statistics.median(sample.per_token_s for sample in samples),
-        }
+        report.figures[f"{name}_at_{at_once}"] = _summary(samples)
     return levels
+
+
+def _arrivals(report: BenchReport, config: BenchServeConfig, url: str, corpus: dict[str, str]) -> None:
+    bodies = [_slots(config, corpus, number) for number in range(config.arrivals)]
+    for rate in config.arrivals_per_s:
+        samples = asyncio.run(open_loop(url, bodies, arrivals_per_s=rate, seed=config.seed))
+        report.figures[f"memory_open_loop_at_{rate:g}_per_s"] = _summary(samples)
+
+
+def _summary(samples: Sequence[Sample]) -> dict[str, float]:
+    ttft = sorted(sample.ttft_s for sample in samples)
+    return {
+        "ttft_ms_p50": 1000 * statistics.median(ttft),
+        "ttft_ms_p95": 1000 * ttft[min(len(ttft) - 1, round(0.95 * (len(ttft) - 1)))],
+        "decoded_tokens_per_s": _decoded_per_s(samples),
+        "requests_per_s": len(samples) / (max(s.last_s for s in samples) - min(s.sent_s for s in samples)),
+        "ms_per_token_p50": 1000 * statistics.median(sample.per_token_s for sample in samples),
+    }
 
 
 def _decoding(config: BenchServeConfig, url: str, corpus: dict[str, str]) -> tuple[float, float]:
@@ -242,12 +257,18 @@ def _tokens(samples: Sequence[Sample]) -> int:
 
 
 def _decoded_per_s(samples: Sequence[Sample]) -> float:
-    """Tokens after the first of each answer, over the time in which any answer was being decoded."""
+    """Tokens after the first of each answer, over the time in which any answer was being decoded.
+
+    Raises:
+        LoadError: no answer took any.
+    """
     spans = sorted((sample.first_s, sample.last_s) for sample in samples)
     busy_s, end_s = 0.0, 0.0
     for first_s, last_s in spans:
         busy_s += max(0.0, last_s - max(first_s, end_s))
         end_s = max(end_s, last_s)
+    if not busy_s:
+        raise LoadError("each answer came in one piece, so that its decoding has no length; raise new_tokens")
     return sum(sample.tokens - 1 for sample in samples) / busy_s
 
 
