@@ -13,6 +13,7 @@
     504  deadline_exceeded
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from c2kv_core.errors import (
     StoreFormatError,
     TemplateError,
 )
+
+logger = logging.getLogger(__name__)
 
 STORE_RETRY_AFTER_S = 5
 """Seconds after which a client should try again when the store failed."""
@@ -128,10 +131,12 @@ def fault_of(error: C2KVError) -> Fault:
 
 
 def _store_fault(error: C2KVError) -> Fault:
+    # Where it is and how it fails is not for clients.
+    logger.warning("the store cannot be used: %s", error)
     return Fault(
         status=503,
         code="store_unavailable",
-        message=str(error),
+        message="the store cannot be used now; try again",
         param="documents",
         retry_after_s=STORE_RETRY_AFTER_S,
     )

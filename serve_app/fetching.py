@@ -1,5 +1,6 @@
 """Reading stored documents for requests: once however many ask, from memory first, never longer than allowed."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from serve_app.plan import Slots, Tier
 from serve_app.slot_memory import SlotMemory
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _Key = tuple[str, str, str, int]
 """Namespace, id, shard and offset: one version of a document."""
 
@@ -115,7 +117,7 @@ class DocumentFetcher:
         try:
             return self._store.lookup([doc_id], namespace=namespace)[doc_id]
         except (StoreError, StoreFormatError) as error:
-            return Miss(reason=UNREACHABLE, detail=str(error))
+            return _unreachable(error)
 
     def _refusal(self, row: IndexRow) -> str | None:
         if self._store.is_on_disk(row):
@@ -128,7 +130,7 @@ class DocumentFetcher:
         except TimeoutError:
             return _NO_ANSWER
         except (StoreError, StoreFormatError) as error:
-            return Miss(reason=UNREACHABLE, detail=str(error))
+            return _unreachable(error)
 
     def _join(self, rows: Sequence[IndexRow], timing: ReadTiming | None) -> dict[str, Future[Slots | Miss]]:
         """The reads of these records: those under way already, and one more for all others together."""
@@ -160,7 +162,7 @@ class DocumentFetcher:
                 tier: Tier = "disk" if doc_id in own.from_disk else "store"
                 outcomes[doc_id] = document if isinstance(document, Miss) else self._kept(document, tier)
         except (StoreError, StoreFormatError) as error:
-            outcomes = dict.fromkeys(ids, Miss(reason=UNREACHABLE, detail=str(error)))
+            outcomes = dict.fromkeys(ids, _unreachable(error))
         finally:
             with self._lock:
                 for key in flights:
@@ -179,3 +181,9 @@ class DocumentFetcher:
     def _kept(self, document: StoredDocument, tier: Tier) -> Slots:
         parts = self._memory.keep(document.namespace, document.content_hash, document.parts)
         return Slots(parts=parts, tier=tier)
+
+
+def _unreachable(error: StoreError | StoreFormatError) -> Miss:
+    # Details come to clients' eyes; where the store is and how it fails is for the log.
+    logger.warning("the store cannot be read: %s", error)
+    return Miss(reason=UNREACHABLE, detail="the store cannot be read")

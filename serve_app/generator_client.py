@@ -118,7 +118,5 @@ class HandleClient:
         running = sum(count for state, count in states.items() if state == "RUNNING")
         if running and application.status != ApplicationStatus.DELETING:
             return []
-        reasons = [f"no replica of {self._name} is running"]
-        if deployment is not None and deployment.message:
-            reasons.append(deployment.message)
-        return reasons
+        # Why is in Serve's status and logs: health is told without a key, and reasons hold paths and addresses.
+        return [f"no replica of {self._name} is running; see `serve status`"]

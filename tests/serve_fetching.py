@@ -213,7 +213,9 @@ def test_ten_thousand_fetches_with_evictions_and_failures_keep_memory_flat(tmp_p
     assert memory.evictions > 1_000 and not fetcher._flying
 
 
-def test_healthz_says_when_the_store_is_gone_and_back(tmp_path: Path) -> None:
+def test_healthz_says_when_the_store_is_gone_and_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = make_world(tmp_path)
 
     async def healthz(http: httpx.AsyncClient) -> tuple[int, list[str]]:
@@ -234,7 +236,10 @@ def test_healthz_says_when_the_store_is_gone_and_back(tmp_path: Path) -> None:
                 assert await until(http, 200) == []
                 Path(world.store, "store.json").rename(tmp_path / "away")
                 (reason,) = await until(http, 503)
-                assert "store.json is gone" in reason and world.store in reason
+                assert "has not answered" in reason and world.store not in reason
+                assert any(
+                    "store.json is gone" in line and world.store in line for line in caplog.messages
+                ), "what clients are not told is in the log"
                 (tmp_path / "away").rename(Path(world.store, "store.json"))
                 assert await until(http, 200) == []
 
