@@ -55,7 +55,7 @@ class Doorkeeper:
             ApiError: 401, 403 or 429.
         """
         host = request.client.host if request.client is not None else None
-        grant = self._keys.grant(request.headers.get("authorization"), host)
+        grant = self._keys.grant(request.headers.get("authorization"), host, request.headers.get("host"))
         access_of(request).caller = grant.caller
         if role not in grant.caller.roles:
             message = f"this key does not have the role {role!r}; ask for one that does"

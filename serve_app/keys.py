@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import AfterValidator, Field
@@ -132,18 +133,19 @@ class KeyRing:
         """Whether keys are configured, if only an empty list."""
         return self._keyed
 
-    def grant(self, authorization: str | None, host: str | None) -> Grant:
+    def grant(self, authorization: str | None, host: str | None, asked: str | None = None) -> Grant:
         """Who sends a request.
 
         Args:
             authorization: the header's value.
             host: address of the client.
+            asked: the header ``Host``: by which name the client knows this server.
 
         Raises:
             ApiError: 401 without a valid key; 403 from elsewhere where no keys are configured.
         """
         if authorization is None or not self._keyed:
-            return self._unkeyed(host)
+            return self._unkeyed(host, asked)
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorised("expected the header 'Authorization: Bearer KEY'")
@@ -157,13 +159,15 @@ class KeyRing:
             raise _unauthorised("the key is not known; ask for a new one")
         return found.grant()
 
-    def _unkeyed(self, host: str | None) -> Grant:
-        if self._allow_anonymous or (not self._keyed and _is_local(host)):
+    def _unkeyed(self, host: str | None, asked: str | None) -> Grant:
+        # A page of a stranger's site, in a browser on this machine, asks from here too, but by its own site's name.
+        local = _is_local(host) and _names_this_machine(asked)
+        if self._allow_anonymous or (not self._keyed and local):
             return Grant(caller=self._anybody)
         if self._keyed:
             raise _unauthorised("expected the header 'Authorization: Bearer KEY'")
         message = (
-            "this server has no keys, and so answers only its own machine; set keys_file, or "
+            "this server has no keys, and so answers only its own machine, asked as localhost; set keys_file, or "
             "allow_anonymous to answer everybody"
         )
         raise ApiError(Fault(status=403, code="keys_required", message=message))
@@ -252,6 +256,14 @@ def _is_local(host: str | None) -> bool:
         return host is not None and ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _names_this_machine(asked: str | None) -> bool:
+    try:
+        name = urlsplit(f"//{asked or 'localhost'}").hostname
+    except ValueError:
+        return False
+    return name == "localhost" or _is_local(name)
 
 
 def _unauthorised(message: str) -> ApiError:

@@ -259,7 +259,7 @@ def test_failures_are_told_also_after_the_header(
     transport = httpx.ASGITransport(create_api(config, kind(service), watch), raise_app_exceptions=False)
 
     async def one() -> httpx.Response:
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return await http.post(CHAT, json=ask_body(["oak"], stream=True))
 
     answer = asyncio.run(one())

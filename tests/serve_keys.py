@@ -85,6 +85,22 @@ def test_without_keys_only_this_machine_is_answered() -> None:
     assert ring(None, allow_anonymous=True).grant(None, "10.0.0.1").caller == ANYBODY
 
 
+def test_without_keys_a_page_of_another_site_is_not_answered() -> None:
+    keys = ring(None)
+    for own in (None, "localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000"):
+        assert keys.grant(None, "127.0.0.1", own) == Grant(caller=ANYBODY), own
+    for other in (
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "[::1",
+        "localhost@evil.example",
+    ):
+        with pytest.raises(ApiError, match="asked as localhost"):
+            keys.grant(None, "127.0.0.1", other)
+    assert ring(None, allow_anonymous=True).grant(None, "127.0.0.1", "rag.example").caller == ANYBODY
+
+
 def test_anonymous_requests_beside_keys_when_allowed(tmp_path: Path) -> None:
     keys = ring(write_keys(tmp_path / "keys.yaml", ENTRIES), allow_anonymous=True)
     assert keys.grant(None, "10.0.0.1").caller == ANYBODY

@@ -87,4 +87,4 @@ def client(api: FastAPI, *, key: str | None = None, host: str = "127.0.0.1") -> 
     """A client at an address, with a key."""
     transport = httpx.ASGITransport(app=api, client=(host, 1234))
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=60)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers, timeout=60)

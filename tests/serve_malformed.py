@@ -178,7 +178,7 @@ def port(api: FastAPI) -> Iterator[int]:
 def raw(port: int, head: str, *pieces: bytes, ends: bool = False) -> bytes:
     """The start of the response to bytes as they are."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode("latin-1"))
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n".encode("latin-1"))
         for piece in pieces:
             connection.sendall(piece)
         if ends:

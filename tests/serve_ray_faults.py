@@ -108,7 +108,7 @@ def unread(app: Deployed, body: dict[str, Any]) -> socket.socket:
     """A connection whose client asks for a stream and reads nothing of it."""
     address = urlsplit(app.url)
     content = json.dumps({**body, "stream": True}).encode()
-    head = f"POST {address.path}{CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = f"POST {address.path}{CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
     connection = socket.socket()
     # Little room on the way, so that it is the server that has to hold what is not read.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
