@@ -66,6 +66,8 @@ class Scan:
     """Whether there is no text."""
     empty_ids: tuple[str, ...]
     """The first ``NAMED`` of those."""
+    read: int
+    """Documents that were read, those that ``keep`` left out among them."""
 
     @property
     def documents(self) -> int:
@@ -85,6 +87,7 @@ class _Growing:
     numbers: "array[int]" = field(default_factory=lambda: array("I"))
     empty: "array[int]" = field(default_factory=lambda: array("b"))
     empty_ids: list[str] = field(default_factory=list)
+    read: int = 0
 
     def add(self, row: CorpusRow, file: int, number: int) -> None:
         doc_id, title, text = row.document
@@ -109,6 +112,7 @@ class _Growing:
             numbers=np.asarray(self.numbers, np.uint32),
             empty=np.asarray(self.empty, np.int8).astype(bool),
             empty_ids=tuple(self.empty_ids),
+            read=self.read,
         )
 
 
@@ -148,6 +152,7 @@ def _scan(
 ) -> Scan:
     growing = _Growing()
     for file, number, row in islice(placed_rows(files, columns), limit):
+        growing.read += 1
         if keep is None or keep(row.document.doc_id):
             growing.add(row, file, number)
     return growing.finish()
@@ -159,7 +164,7 @@ def _joined(scans: Sequence[Scan]) -> Scan:
     columns = {name: np.concatenate([getattr(scan, name) for scan in scans]) for name in names}
     files = np.concatenate([np.full(scan.documents, place, np.uint32) for place, scan in enumerate(scans)])
     empty_ids = tuple(islice((doc_id for scan in scans for doc_id in scan.empty_ids), NAMED))
-    return Scan(**columns, files=files, empty_ids=empty_ids)
+    return Scan(**columns, files=files, empty_ids=empty_ids, read=sum(scan.read for scan in scans))
 
 
 def placed_rows(files: Sequence[CorpusFile], columns: Columns) -> Iterator[tuple[int, int, CorpusRow]]:
