@@ -42,6 +42,16 @@ def test_a_note_tells_what_a_dead_process_worked_on(uri: str) -> None:
     assert night.running() == []
 
 
+def test_a_run_that_is_stopped_takes_back_only_what_is_in_progress(uri: str) -> None:
+    night = of_run(uri, "night")
+    night.begin("u1", [("a", "h1"), ("b", "h2")], node="n", actor="x")
+    night.begin("u1", [("a", "h1")], node="n", actor="x")
+    night.begin("u2", [("c", "h3")], node="n", actor="y")
+    night.withdraw()
+    (left,) = night.running()
+    assert left.documents == (("a", "h1"), ("b", "h2")), "somebody has died of these"
+
+
 def test_only_dead_runs_leave_something_behind(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, dead, mine = (of_run(uri, run) for run in ("alive", "dead", "mine"))
     for run in (alive, dead):
