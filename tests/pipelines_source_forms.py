@@ -138,6 +138,11 @@ def test_columns_that_contradict_are_refused() -> None:
         "partition=[2,2]",
         "delete_missing=true|limit=3",
         "min_actors=2",
+        "promote=true|limit=3",
+        "promote=true|partition=[0,2]",
+        "quality_check=c2kv eval 'unbalanced",
+        "quality_check=''",
+        'quality_check="a\\0b"',
     ):
         with pytest.raises(ConfigError):
             load_config(ExtractConfig, None, [*given, *wrong.split("|")])

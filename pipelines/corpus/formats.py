@@ -4,8 +4,9 @@ import csv
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,7 +45,7 @@ def _place_of(error: UnicodeDecodeError, file: CorpusFile) -> str:
         return f"{file}, offset {error.start} of the text"
     # The error knows a place in the piece that was decoded, not in the file.
     with open_text(file, encoding=_UTF8) as opened:
-        for number, line in enumerate(opened.buffer, start=1):
+        for number, line in enumerate(cast(Iterable[bytes], opened.buffer), start=1):
             if line.decode(errors="replace") != line.decode(errors="ignore"):
                 return f"{file}, line {number}"
     return str(file)
