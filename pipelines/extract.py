@@ -95,7 +95,7 @@ def _extract(config: ExtractConfig, tell: OnProgress) -> ExtractReport:
                 take_sigterm()
                 _run(config, plan, report, tell)
         report.relabelled = relabel(config, plan)
-        report.removed = remove_missing(config, planned.missing)
+        report.removed = remove_missing(config, planned.missing, planned.missing_failures)
         if report.unaccounted:
             raise C2KVError(
                 f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"
@@ -146,7 +146,9 @@ def _run(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport, tell: 
         earlier = attempts.left_behind()
         suspects: Counter[tuple[str, str]] = Counter()
         for attempt in earlier.values():
-            suspects.update({named: int(attempt.is_alone) for named in attempt.documents})
+            # Asked to try again, earlier deaths only say what is to be alone.
+            counted = int(attempt.is_alone and not config.retry_failed)
+            suspects.update(dict.fromkeys(attempt.documents, counted))
         settings = StageSettings(
             spec=config.spec(),
             fingerprints=report.fingerprints,

@@ -91,10 +91,10 @@ class Committer:
         if self._waiting:
             rows = [row for _, group, _ in self._waiting for row in group]
             self._store.commit(rows, texts=[text for text, _, _ in self._waiting if text is not None])
-            # What failed once and now went well.
-            self._letters.delete(
-                self._config.namespace, [outcome["doc_id"] for _, _, outcome in self._waiting]
-            )
+            # What failed once and now went well; what fails under another fingerprint does so still.
+            for fingerprint in {row.fingerprint for row in rows}:
+                stored = [row.doc_id for row in rows if row.fingerprint == fingerprint]
+                self._letters.settle(self._config.namespace, fingerprint, stored)
             self._count_committed(rows)
             self._sink.add("c2kv_extract_commit_seconds", time.monotonic() - started_s)
         if self._new_letters:

@@ -8,7 +8,7 @@ from c2kv_core.store import DeadLetters, KVStore, Ledger
 from pipelines.corpus import corpus_files
 from pipelines.corpus.scan import Keys, scan_corpus
 from pipelines.extract_config import ExtractConfig
-from pipelines.extract_upkeep import missing_documents, partition_of
+from pipelines.extract_upkeep import missing_documents, missing_failures, partition_of
 from pipelines.plan import (
     ExtractPlan,
     Stored,
@@ -29,6 +29,8 @@ class PlannedRun:
     """Documents left out of the plan because they failed in an earlier run with the content they have."""
     missing: tuple[str, ...]
     """Ids that are in the store and no longer in the corpus, to be removed; empty unless that is wanted."""
+    missing_failures: tuple[str, ...]
+    """Ids of failures that are to be forgotten for the same reason."""
 
 
 def plan_run(config: ExtractConfig) -> PlannedRun:
@@ -58,7 +60,13 @@ def plan_run(config: ExtractConfig) -> PlannedRun:
     if not config.retry_failed and len(plan.pending):
         plan, failed_before = _without_failed(config, plan, fingerprints)
     missing = missing_documents(config, ledger, plan) if config.delete_missing else ()
-    return PlannedRun(plan=plan, fingerprints=fingerprints, failed_before=failed_before, missing=missing)
+    return PlannedRun(
+        plan=plan,
+        fingerprints=fingerprints,
+        failed_before=failed_before,
+        missing=missing,
+        missing_failures=missing_failures(config, ledger, plan) if config.delete_missing else (),
+    )
 
 
 def _without_failed(

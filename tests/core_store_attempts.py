@@ -97,7 +97,11 @@ def letter(doc_id: str, **changes: object) -> DeadLetter:
 def test_failures_are_one_row_each_and_attempts_of_one_content_add_up(uri: str) -> None:
     KVStore.open(uri, create=True)
     letters = DeadLetters.open(uri)
-    assert not letters.exists and letters.rows() == [] and letters.delete("acme", ["a"]) == 0
+    assert (
+        not letters.exists
+        and letters.rows() == []
+        and letters.delete("acme", ["a"]) == letters.settle("acme", "f", ["a"]) == 0
+    )
     letters.record([letter("a"), letter("a", fingerprint="f2"), letter("b", namespace="other")])
     letters.record([letter("a", attempts=2, kind="killed", run="later")])
     first, other, elsewhere = letters.rows()
@@ -111,6 +115,9 @@ def test_failures_are_one_row_each_and_attempts_of_one_content_add_up(uri: str) 
     assert first.first_failed_at < first.last_failed_at and other.attempts == 1
     letters.record([letter("a", content_hash="changed")])
     assert letters.rows(namespace="acme")[0].attempts == 1, "another content begins anew"
+    assert letters.settle("acme", "f2", ["a", "never"]) == 1
+    assert [one.fingerprint for one in letters.rows(namespace="acme")] == ["f1"], "it fails there still"
+    letters.record([letter("a", fingerprint="f2")])
     assert letters.delete("acme", ["a", "never"]) == 2
     assert DeadLetters.open(uri).rows() == [elsewhere]
 
