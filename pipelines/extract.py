@@ -22,7 +22,7 @@ from c2kv_core.store.attempts import HEARTBEAT_S
 from pipelines.corpus.scan import keys_of
 from pipelines.extract_commit import Committer, TooManyFailuresError
 from pipelines.extract_config import ExtractConfig
-from pipelines.extract_plan import plan_run, still_there
+from pipelines.extract_plan import plan_run, still_missing, still_there
 from pipelines.extract_promote import check_and_promote
 from pipelines.extract_report import ExtractReport, Skipped
 from pipelines.extract_save import save_run
@@ -95,7 +95,11 @@ def _extract(config: ExtractConfig, tell: OnProgress) -> ExtractReport:
                 take_sigterm()
                 _run(config, plan, report, tell)
         report.relabelled = relabel(config, plan)
-        report.removed = remove_missing(config, planned.missing, planned.missing_failures)
+        missing = planned.missing
+        if missing and len(plan.pending):
+            # Time has passed, and nothing is as final as this.
+            missing = still_missing(config, missing)
+        report.removed = remove_missing(config, missing, planned.missing_failures)
         if report.unaccounted:
             raise C2KVError(
                 f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"

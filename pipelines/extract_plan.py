@@ -1,12 +1,13 @@
 """What one run is to do, by its configuration, the corpus and the store as they are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from c2kv_core.store import DeadLetters, KVStore, Ledger
 from pipelines.corpus import corpus_files
-from pipelines.corpus.scan import Keys, scan_corpus
+from pipelines.corpus.scan import Keys, keys_of, scan_corpus
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_upkeep import missing_documents, missing_failures, partition_of
 from pipelines.plan import (
@@ -97,5 +98,19 @@ def still_there(config: ExtractConfig, keys: Keys) -> int:
     Raises:
         CorpusError: it cannot be read.
     """
-    now = scan_corpus(corpus_files(config.corpus), config.columns, limit=config.limit)
-    return int(np.isin(keys, now.keys).sum())
+    return int(np.isin(keys, _keys_now(config)).sum())
+
+
+def still_missing(config: ExtractConfig, doc_ids: Sequence[str]) -> tuple[str, ...]:
+    """Which of these documents the corpus still lacks: it may have been incomplete when the run was planned.
+
+    Raises:
+        CorpusError: it cannot be read.
+    """
+    is_gone = ~np.isin(keys_of(doc_ids), _keys_now(config))
+    return tuple(doc_id for doc_id, gone in zip(doc_ids, is_gone, strict=True) if gone)
+
+
+def _keys_now(config: ExtractConfig) -> Keys:
+    files = corpus_files(config.corpus)
+    return scan_corpus(files, config.columns, limit=config.limit, processes=config.plan_processes).keys

@@ -140,6 +140,26 @@ def test_a_document_that_vanishes_during_the_run_is_accounted_for(
     assert (report.documents, report.extracted, report.vanished, report.unaccounted) == (5, 4, 1, 0)
 
 
+def test_what_comes_back_during_the_run_is_not_removed(
+    ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", rows(5))
+    config = config_for(tmp_path, model_dir, delete_missing=True, max_deleted_fraction=0.5)
+    extract(config)
+    write_jsonl(corpus, rows(6)[2:])
+    plan = plan_extraction
+
+    def complete_the_corpus_after_planning(*args: Any, **options: Any) -> ExtractPlan:
+        made = plan(*args, **options)
+        write_jsonl(corpus, rows(6)[1:])
+        return made
+
+    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", complete_the_corpus_after_planning)
+    report = extract(config)
+    assert (report.extracted, report.removed, report.unaccounted) == (1, 1, 0)
+    assert {row.doc_id for row in KVStore.open(config.store).rows()} == {f"doc-{i}" for i in range(1, 6)}
+
+
 @pytest.mark.faults
 def test_a_store_that_is_removed_stops_the_run_and_leaves_nothing_half_made(
     ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch

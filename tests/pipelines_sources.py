@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 from pathlib import Path
 from random import Random
 
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from c2kv_core import SourceDocument
-from c2kv_core.errors import CorpusError
+from c2kv_core.errors import C2KVError, CorpusError
 from c2kv_core.text import content_hash
 from pipelines.corpus.scan import digest_of
 from pipelines.plan import Stored, corpus_documents, plan_extraction
@@ -210,6 +211,19 @@ def test_several_processes_read_the_same_plan(tmp_path: Path) -> None:
         CorpusError, match=r"'3-4' occurs in .*3\.jsonl \(document 5\) and again in .*9\.jsonl"
     ):
         plan_extraction(tmp_path, {}, processes=2)
+
+
+def test_a_process_that_dies_over_the_corpus_is_told_of(tmp_path: Path) -> None:
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"id": str(number), "text": "x"}])
+    with pytest.raises(C2KVError, match="one of 2 processes that read the corpus died"):
+        plan_extraction(tmp_path, {4: held({})}, keep=die, processes=2)
+
+
+def die(doc_id: str) -> bool:
+    """What lack of memory does, in a process that reads the corpus."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return True
 
 
 def test_a_corpus_without_documents_is_no_success(tmp_path: Path) -> None:

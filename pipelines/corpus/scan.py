@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from multiprocessing import get_context
@@ -11,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from c2kv_core.errors import CorpusError
+from c2kv_core.errors import C2KVError, CorpusError
 from c2kv_core.text import content_hash
 from pipelines.corpus.columns import Columns, CorpusRow
 from pipelines.corpus.files import CorpusFile
@@ -135,6 +136,7 @@ def scan_corpus(
 
     Raises:
         CorpusError: an unreadable row, or an id that occurs twice.
+        C2KVError: one of several processes died.
     """
     if processes == 1 or limit is not None or len(files) == 1:
         scan = _scan(files, columns, limit, keep)
@@ -142,7 +144,13 @@ def scan_corpus(
         # Not forked: the caller may hold threads of Arrow, Ray or botocore.
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             several = pool.map(_scan, ([file] for file in files), repeat(columns), repeat(None), repeat(keep))
-            scan = _joined(list(several))
+            try:
+                scan = _joined(list(several))
+            except BrokenProcessPool as error:
+                raise C2KVError(
+                    f"one of {processes} processes that read the corpus died, perhaps for lack of memory; "
+                    "lower plan_processes and run the command again"
+                ) from error
     _check_unique(scan, files, columns)
     return scan
 
