@@ -94,7 +94,8 @@ class ExtractConfig(Config):
     max_failed_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """The run stops when more than this share of its documents, and more than 10, have failed."""
     keep_text: bool = True
-    """Keep source text beside the slots, so that a server can fall back on it."""
+    """Keep source text beside the slots, so that a server can fall back on it. Counts for documents that are extracted
+    from now on: an unchanged one gets no text by it, a changed one loses the text it had without it."""
     stall_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Seconds without a finished shard after which the run fails with a diagnosis."""
     dry_run: bool = False

@@ -140,6 +140,17 @@ def test_a_document_that_vanishes_during_the_run_is_accounted_for(
     assert (report.documents, report.extracted, report.vanished, report.unaccounted) == (5, 4, 1, 0)
 
 
+def test_a_changed_document_leaves_no_old_text_where_none_is_to_be_kept(
+    ray_cluster: None, tmp_path: Path, model_dir: Path
+) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", rows(3))
+    config = config_for(tmp_path, model_dir)
+    extract(config)
+    write_jsonl(corpus, [*rows(2), {"id": "doc-2", "title": "", "text": "The birch was felled."}])
+    assert extract(config.model_copy(update={"keep_text": False})).extracted == 1
+    assert sorted(KVStore.open(config.store).text(["doc-1", "doc-2"], namespace="default")) == ["doc-1"]
+
+
 def test_what_comes_back_during_the_run_is_not_removed(
     ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
