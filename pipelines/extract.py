@@ -105,7 +105,7 @@ def _extract(config: ExtractConfig, tell: OnProgress) -> ExtractReport:
                 f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"
             )
         if config.quality_check is not None or config.promote:
-            report.quality = check_and_promote(config, report.fingerprints, report.run)
+            report.quality = check_and_promote(config, report)
         report.state = "done"
     except C2KVError as error:
         report.state = f"stopped: {error}"

@@ -7,6 +7,7 @@ import subprocess
 from c2kv_core.errors import C2KVError
 from c2kv_core.store import promote, served
 from pipelines.extract_config import ExtractConfig
+from pipelines.extract_report import ExtractReport
 
 KEPT_CHARACTERS = 2000
 """Of what a check printed, for the report."""
@@ -16,13 +17,21 @@ class QualityError(C2KVError):
     """The quality check failed; what was served stays served."""
 
 
-def check_and_promote(config: ExtractConfig, fingerprints: dict[int, str], run: str) -> str:
+def check_and_promote(config: ExtractConfig, report: ExtractReport) -> str:
     """Run the quality check, then make the new fingerprint the served one of the namespace; what was said and done.
 
     Raises:
-        QualityError: the check failed, took too long or cannot be started.
+        QualityError: the check failed, took too long or cannot be started, or too many documents have failed.
         StoreError: storage failed, or somebody else changed what is served meanwhile.
     """
+    fingerprints, run = report.fingerprints, report.run
+    failed = report.failed_documents + report.failed_before
+    # A run lets a few documents fail whatever their share is; served without them, a small corpus would be lost.
+    if config.promote and failed > config.max_failed_fraction * report.documents:
+        raise QualityError(
+            f"{failed} of {report.documents} documents failed, more than max_failed_fraction "
+            f"({config.max_failed_fraction:g}) allows: nothing is promoted, what was served stays served"
+        )
     before = served(config.store, config.namespace)
     said = _check(config, fingerprints)
     if not config.promote:

@@ -122,6 +122,10 @@ def test_a_new_fingerprint_is_served_only_after_its_quality_check(
     assert better.unchanged == 3
     after = served(config.store, "default")
     assert after is not None and (after.version, after.fingerprint) == (2, better.fingerprints[8])
+    lossy = config.model_copy(update={"ratios": (16,), "max_document_bytes": 30})
+    with pytest.raises(QualityError, match="2 of 3 documents failed, more than max_failed_fraction"):
+        extract(lossy)
+    assert served(config.store, "default") == after, "a few may fail, but not most of them"
 
 
 def test_a_document_that_vanishes_during_the_run_is_accounted_for(
