@@ -76,11 +76,8 @@ def extract(
         print_json(report.to_dict())
     else:
         _print_summary(report)
-    if report.failed:
-        raise C2KVError(
-            f"{report.failed_documents} of {report.documents} documents failed, the first {report.failed[0].doc_id!r}: "
-            f"{report.failed[0].reason}; the others are stored"
-        )
+    if report.complaint is not None:
+        raise C2KVError(report.complaint)
 
 
 def _print_plan(plan: DryRun, as_json: bool) -> None:

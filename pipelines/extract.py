@@ -22,11 +22,12 @@ from c2kv_core.store.attempts import HEARTBEAT_S
 from pipelines.corpus.scan import keys_of
 from pipelines.extract_commit import Committer, TooManyFailuresError
 from pipelines.extract_config import ExtractConfig
-from pipelines.extract_plan import plan_run, still_there
+from pipelines.extract_plan import plan_run, still_missing, still_there
 from pipelines.extract_promote import check_and_promote
 from pipelines.extract_report import ExtractReport, Skipped
 from pipelines.extract_save import save_run
 from pipelines.extract_upkeep import relabel, remove_missing
+from pipelines.interrupts import sigterm_interrupts, take_sigterm
 from pipelines.job import job_main
 from pipelines.plan import ExtractPlan
 from pipelines.ray_session import ray_session
@@ -67,11 +68,16 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
     starts no Ray and loads no model.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C, or SIGTERM came; what is finished is published.
         InputError: a subclass that says what is wrong with corpus, model, sidecar, ratio or store.
         StoreError: the store failed.
         C2KVError: a document got lost on the way, too many failed, or nothing finished for ``stall_timeout_s``.
     """
-    tell = progress or (lambda _: None)
+    with sigterm_interrupts():
+        return _extract(config, progress or (lambda _: None))
+
+
+def _extract(config: ExtractConfig, tell: OnProgress) -> ExtractReport:
     tell(Progress(phase="planning"))
     spec = config.spec()
     check_namespace(config.namespace)
@@ -86,22 +92,28 @@ def extract(config: ExtractConfig, *, progress: OnProgress | None = None) -> Ext
             KVStore.open(config.store, create=True)
             tell(Progress(phase="starting Ray", pending=len(plan.pending)))
             with ray_session():
+                take_sigterm()
                 _run(config, plan, report, tell)
         report.relabelled = relabel(config, plan)
-        report.removed = remove_missing(config, planned.missing)
+        missing = planned.missing
+        if missing and len(plan.pending):
+            # Time has passed, and nothing is as final as this.
+            missing = still_missing(config, missing)
+        report.removed = remove_missing(config, missing, planned.missing_failures)
         if report.unaccounted:
             raise C2KVError(
                 f"{report.unaccounted} documents are unaccounted for in {report.run}; this is a fault of the job"
             )
         if config.quality_check is not None or config.promote:
-            report.quality = check_and_promote(config, report.fingerprints, report.run)
+            report.quality = check_and_promote(config, report)
         report.state = "done"
     except C2KVError as error:
         report.state = f"stopped: {error}"
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
+        # SystemExit: SIGTERM came while Ray started, which has a handler of its own.
         report.state = "interrupted"
-        raise
+        raise KeyboardInterrupt from None
     finally:
         report.elapsed_s = time.monotonic() - started
         if config.price_per_hour is not None:
@@ -134,11 +146,13 @@ def _run(config: ExtractConfig, plan: ExtractPlan, report: ExtractReport, tell: 
     from pipelines.extract_stream import finished_units
 
     attempts = Attempts(open_storage(config.store), namespace=config.namespace, run=report.run)
-    with _heartbeat(attempts):
+    with _heartbeat(attempts), _forgiven_when_interrupted(attempts):
         earlier = attempts.left_behind()
         suspects: Counter[tuple[str, str]] = Counter()
         for attempt in earlier.values():
-            suspects.update({named: int(attempt.is_alone) for named in attempt.documents})
+            # Asked to try again, earlier deaths only say what is to be alone.
+            counted = int(attempt.is_alone and not config.retry_failed)
+            suspects.update(dict.fromkeys(attempt.documents, counted))
         settings = StageSettings(
             spec=config.spec(),
             fingerprints=report.fingerprints,
@@ -189,7 +203,7 @@ def _follow(
         committer.drop_failures()
         committer.commit()
         raise
-    except C2KVError:
+    except (C2KVError, KeyboardInterrupt):
         # What is finished need not be computed again.
         with suppress(StoreError):
             committer.commit()
@@ -208,6 +222,17 @@ def _progress(committer: Committer, plan: ExtractPlan, report: ExtractReport, el
         elapsed_s=elapsed_s,
         eta_s=elapsed_s * left / committer.done_bytes if committer.done_bytes else None,
     )
+
+
+@contextmanager
+def _forgiven_when_interrupted(attempts: Attempts) -> Iterator[None]:
+    """Processes that are stopped along with the run have not died of their documents."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with suppress(StoreError):
+            attempts.withdraw()
+        raise
 
 
 @contextmanager

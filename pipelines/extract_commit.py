@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from c2kv_core.errors import C2KVError
-from c2kv_core.store import DeadLetter, DeadLetters, IndexRow, KVStore, SourceText, dead_letter
+from c2kv_core.store import DeadLetter, DeadLetters, IndexRow, KVStore, Ledger, SourceText, dead_letter
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_metrics import RaySink
 from pipelines.extract_report import NAMED, ActorWork, ExtractReport, Skipped, Slow
@@ -91,16 +91,25 @@ class Committer:
         if self._waiting:
             rows = [row for _, group, _ in self._waiting for row in group]
             self._store.commit(rows, texts=[text for text, _, _ in self._waiting if text is not None])
-            # What failed once and now went well.
-            self._letters.delete(
-                self._config.namespace, [outcome["doc_id"] for _, _, outcome in self._waiting]
-            )
+            if not self._config.keep_text:
+                self._forget_old_texts([row.doc_id for row in rows])
+            # What failed once and now went well; what fails under another fingerprint does so still.
+            for fingerprint in {row.fingerprint for row in rows}:
+                stored = [row.doc_id for row in rows if row.fingerprint == fingerprint]
+                self._letters.settle(self._config.namespace, fingerprint, stored)
             self._count_committed(rows)
             self._sink.add("c2kv_extract_commit_seconds", time.monotonic() - started_s)
         if self._new_letters:
             self._letters.record(self._new_letters)
         self._waiting, self._new_letters = [], []
         self._last_s = time.monotonic()
+
+    def _forget_old_texts(self, doc_ids: list[str]) -> None:
+        """Texts that an earlier run kept are not those of the new slots."""
+        pending = self._plan.pending
+        changed = {i for i in doc_ids if (place := pending.place(i)) is not None and pending.stored[place]}
+        if changed:
+            Ledger.open(self._config.store, namespace=self._config.namespace).forget_texts(changed)
 
     def drop_failures(self) -> None:
         """Forget failures that are not recorded yet, but for those of documents that killed a process."""

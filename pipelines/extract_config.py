@@ -1,6 +1,7 @@
 """Configuration of the extraction job."""
 
 import os
+import shlex
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -93,7 +94,8 @@ class ExtractConfig(Config):
     max_failed_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
     """The run stops when more than this share of its documents, and more than 10, have failed."""
     keep_text: bool = True
-    """Keep source text beside the slots, so that a server can fall back on it."""
+    """Keep source text beside the slots, so that a server can fall back on it. Counts for documents that are extracted
+    from now on: an unchanged one gets no text by it, a changed one loses the text it had without it."""
     stall_timeout_s: float = Field(default=1800.0, gt=0.0)
     """Seconds without a finished shard after which the run fails with a diagnosis."""
     dry_run: bool = False
@@ -105,7 +107,8 @@ class ExtractConfig(Config):
     quality_timeout_s: float = Field(default=3600.0, gt=0.0)
     """Seconds that the check may take."""
     promote: bool = False
-    """Make the new fingerprint the served one of the namespace when everything, the check included, went well."""
+    """Make the new fingerprint the served one of the namespace when everything, the check included, went well. Not for
+    a part of the corpus: after jobs with ``partition``, a last one without it finds all done, checks and promotes."""
     promote_ratio: int | None = None
     """Which of the ratios that is; null takes the first."""
     progress_s: float = Field(default=10.0, gt=0.0)
@@ -125,6 +128,10 @@ class ExtractConfig(Config):
             raise ValueError(
                 f"expected promote_ratio among ratios {list(self.ratios)}, got {self.promote_ratio}"
             )
+        if self.promote and (self.limit is not None or self.partition is not None):
+            raise ValueError("promote needs the whole corpus (no limit, no partition): all of it is served")
+        if self.quality_check is not None:
+            _check_command(self.quality_check)
         if self.delete_missing and (self.limit is not None or self.mode != "sync"):
             raise ValueError("delete_missing needs mode sync and the whole corpus (no limit)")
         return self
@@ -155,3 +162,13 @@ class ExtractConfig(Config):
             # Alone in its pass, a part is the same matrices whatever else is extracted.
             max_batch_tokens=1 if self.deterministic else self.batch_tokens,
         )
+
+
+def _check_command(command: str) -> None:
+    """That a command can be taken apart, long before it is run."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"expected a command as quality_check, got {command!r}: {error}") from error
+    if not words or "\0" in command:
+        raise ValueError(f"expected a command as quality_check, got {command!r}")

@@ -1,14 +1,15 @@
 """What one run is to do, by its configuration, the corpus and the store as they are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from c2kv_core.store import DeadLetters, KVStore, Ledger
 from pipelines.corpus import corpus_files
-from pipelines.corpus.scan import Keys, scan_corpus
+from pipelines.corpus.scan import Keys, keys_of, scan_corpus
 from pipelines.extract_config import ExtractConfig
-from pipelines.extract_upkeep import missing_documents, partition_of
+from pipelines.extract_upkeep import missing_documents, missing_failures, partition_of
 from pipelines.plan import (
     ExtractPlan,
     Stored,
@@ -29,6 +30,8 @@ class PlannedRun:
     """Documents left out of the plan because they failed in an earlier run with the content they have."""
     missing: tuple[str, ...]
     """Ids that are in the store and no longer in the corpus, to be removed; empty unless that is wanted."""
+    missing_failures: tuple[str, ...]
+    """Ids of failures that are to be forgotten for the same reason."""
 
 
 def plan_run(config: ExtractConfig) -> PlannedRun:
@@ -58,7 +61,13 @@ def plan_run(config: ExtractConfig) -> PlannedRun:
     if not config.retry_failed and len(plan.pending):
         plan, failed_before = _without_failed(config, plan, fingerprints)
     missing = missing_documents(config, ledger, plan) if config.delete_missing else ()
-    return PlannedRun(plan=plan, fingerprints=fingerprints, failed_before=failed_before, missing=missing)
+    return PlannedRun(
+        plan=plan,
+        fingerprints=fingerprints,
+        failed_before=failed_before,
+        missing=missing,
+        missing_failures=missing_failures(config, ledger, plan) if config.delete_missing else (),
+    )
 
 
 def _without_failed(
@@ -89,5 +98,19 @@ def still_there(config: ExtractConfig, keys: Keys) -> int:
     Raises:
         CorpusError: it cannot be read.
     """
-    now = scan_corpus(corpus_files(config.corpus), config.columns, limit=config.limit)
-    return int(np.isin(keys, now.keys).sum())
+    return int(np.isin(keys, _keys_now(config)).sum())
+
+
+def still_missing(config: ExtractConfig, doc_ids: Sequence[str]) -> tuple[str, ...]:
+    """Which of these documents the corpus still lacks: it may have been incomplete when the run was planned.
+
+    Raises:
+        CorpusError: it cannot be read.
+    """
+    is_gone = ~np.isin(keys_of(doc_ids), _keys_now(config))
+    return tuple(doc_id for doc_id, gone in zip(doc_ids, is_gone, strict=True) if gone)
+
+
+def _keys_now(config: ExtractConfig) -> Keys:
+    files = corpus_files(config.corpus)
+    return scan_corpus(files, config.columns, limit=config.limit, processes=config.plan_processes).keys

@@ -4,9 +4,10 @@ import os
 import shlex
 import subprocess
 
-from c2kv_core.errors import C2KVError, InputError
+from c2kv_core.errors import C2KVError
 from c2kv_core.store import promote, served
 from pipelines.extract_config import ExtractConfig
+from pipelines.extract_report import ExtractReport
 
 KEPT_CHARACTERS = 2000
 """Of what a check printed, for the report."""
@@ -16,13 +17,21 @@ class QualityError(C2KVError):
     """The quality check failed; what was served stays served."""
 
 
-def check_and_promote(config: ExtractConfig, fingerprints: dict[int, str], run: str) -> str:
+def check_and_promote(config: ExtractConfig, report: ExtractReport) -> str:
     """Run the quality check, then make the new fingerprint the served one of the namespace; what was said and done.
 
     Raises:
-        QualityError: the check failed, took too long or cannot be started.
+        QualityError: the check failed, took too long or cannot be started, or too many documents have failed.
         StoreError: storage failed, or somebody else changed what is served meanwhile.
     """
+    fingerprints, run = report.fingerprints, report.run
+    failed = report.failed_documents + report.failed_before
+    # A run lets a few documents fail whatever their share is; served without them, a small corpus would be lost.
+    if config.promote and failed > config.max_failed_fraction * report.documents:
+        raise QualityError(
+            f"{failed} of {report.documents} documents failed, more than max_failed_fraction "
+            f"({config.max_failed_fraction:g}) allows: nothing is promoted, what was served stays served"
+        )
     before = served(config.store, config.namespace)
     said = _check(config, fingerprints)
     if not config.promote:
@@ -52,13 +61,10 @@ def _check(config: ExtractConfig, fingerprints: dict[int, str]) -> str:
         "C2KV_RATIO": str(ratio),
         "C2KV_FINGERPRINT": fingerprints[ratio],
     }
-    command = shlex.split(config.quality_check)
-    if not command:
-        raise InputError("expected a command as quality_check, got an empty one")
     try:
         # Not by a shell: the variables hold paths and names of somebody else's making.
         finished = subprocess.run(
-            command,
+            shlex.split(config.quality_check),
             env={**os.environ, **told},
             capture_output=True,
             text=True,

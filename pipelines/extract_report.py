@@ -123,6 +123,17 @@ class ExtractReport:
         )
 
     @property
+    def complaint(self) -> str | None:
+        """Why a run that came to its end was no success, on one line; None where every document is stored."""
+        if not self.failed:
+            return None
+        first = self.failed[0]
+        return (
+            f"{self.failed_documents} of {self.documents} documents failed, the first {first.doc_id!r}: "
+            f"{first.reason}; the others are stored"
+        )
+
+    @property
     def tokens_per_s(self) -> float:
         """Source tokens a second of ``elapsed_s``."""
         return self.source_tokens / self.elapsed_s if self.elapsed_s else 0.0
@@ -168,5 +179,6 @@ class ExtractReport:
             "padding_waste",
             "cost_per_million_tokens",
             "unaccounted",
+            "complaint",
         )
         return {**fields, **{name: getattr(self, name) for name in derived}}

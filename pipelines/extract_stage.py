@@ -6,6 +6,7 @@ Columns in and out: ``extract_units.UNIT_SCHEMA`` and ``OUT_SCHEMA``. Slots leav
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import ray
 import torch
 
 from c2kv_core import Compressor, CompressorSpec
-from c2kv_core.errors import IdentityError
+from c2kv_core.errors import IdentityError, StoreError
 from c2kv_core.store import Attempt, Attempts, KVStore, open_storage, require_store
 from pipelines.extract_config import Attention
 from pipelines.extract_metrics import RaySink
@@ -131,7 +132,13 @@ class ExtractStage:
     def _noted(self, unit: str, documents: Sequence[UnitDocument], tally: Tally) -> list[Outcome]:
         require_store(self._storage)
         note = self._attempts.begin(unit, [d.named for d in documents], node=self._node, actor=self._actor)
-        outcomes = self._work.extract(documents, tally)
+        try:
+            outcomes = self._work.extract(documents, tally)
+        except StoreError:
+            # The process lives: its documents are not to blame.
+            with suppress(StoreError):
+                self._attempts.end(note)
+            raise
         self._attempts.end(note)
         return outcomes
 

@@ -20,6 +20,8 @@ READER_CPUS = 0.5
 """Logical CPUs of a task that reads the corpus."""
 TICK_S = 0.5
 """How often the driver looks up while nothing comes."""
+STOP_S = 30.0
+"""How long a run that ends waits for Ray to stop what it began."""
 
 
 class StalledError(C2KVError):
@@ -38,9 +40,9 @@ def finished_units(
     check_resources(config)
     arrived: queue.Queue[dict[str, Any] | BaseException | None] = queue.Queue(maxsize=8)
     stop = threading.Event()
-    pump = threading.Thread(
-        target=_pump, args=(_dataset(config, plan, settings), arrived, stop), name="c2kv-units", daemon=True
-    )
+    dataset = _dataset(config, plan, settings)
+    executors = _executors_of(dataset)
+    pump = threading.Thread(target=_pump, args=(dataset, arrived, stop), name="c2kv-units", daemon=True)
     pump.start()
     last_s = time.monotonic()
     try:
@@ -62,6 +64,29 @@ def finished_units(
             yield found
     finally:
         stop.set()
+        _end(executors, pump)
+
+
+def _executors_of(dataset: Any) -> list[Any]:
+    """What runs the dataset, when it does. Ray gives it a name only with the first row, and no public one."""
+    made: list[Any] = []
+    create = dataset._create_executor
+
+    def remembered() -> Any:
+        made.append(create())
+        return made[-1]
+
+    dataset._create_executor = remembered
+    return made
+
+
+def _end(executors: list[Any], pump: threading.Thread) -> None:
+    """Stop the actors and the thread. One that still asks when Ray is stopped would start it anew, or crash."""
+    until_s = time.monotonic() + STOP_S
+    while pump.is_alive() and time.monotonic() < until_s:
+        for executor in executors:
+            executor.shutdown(force=True)
+        pump.join(TICK_S)
 
 
 def _pump(dataset: Any, arrived: "queue.Queue[Any]", stop: threading.Event) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from c2kv_core.errors import InputError
-from c2kv_core.store import KVStore, Ledger
+from c2kv_core.store import DeadLetters, KVStore, Ledger
 from c2kv_core.store.names import bucket_of
 from pipelines.corpus.scan import keys_of, placed_rows
 from pipelines.extract_config import ExtractConfig
@@ -68,8 +68,24 @@ def missing_documents(config: ExtractConfig, ledger: Ledger, plan: ExtractPlan) 
     return tuple(sorted(gone))
 
 
-def remove_missing(config: ExtractConfig, missing: Iterable[str]) -> int:
-    """Remove documents at every fingerprint, with text and notes; how many.
+def missing_failures(config: ExtractConfig, ledger: Ledger, plan: ExtractPlan) -> tuple[str, ...]:
+    """Ids of documents that failed and that the corpus no longer has; mostly nothing of them is stored.
+
+    Raises:
+        StoreError: the table cannot be read.
+    """
+    if KVStore.find(config.store) is None:
+        return ()
+    is_mine = partition_of(config, ledger)
+    gone: set[str] = set()
+    for table in DeadLetters.open(config.store).tables(["doc_id"], {"namespace": [config.namespace]}):
+        ids = [doc_id for doc_id in table["doc_id"].to_pylist() if is_mine is None or is_mine(doc_id)]
+        gone.update(ids[place] for place in np.flatnonzero(~np.isin(keys_of(ids), plan.all_keys)))
+    return tuple(sorted(gone))
+
+
+def remove_missing(config: ExtractConfig, missing: Iterable[str], failures: Iterable[str]) -> int:
+    """Remove documents at every fingerprint, with text and notes, and forget these failures; how many documents.
 
     Raises:
         StoreError: I/O error or lasting write conflict.
@@ -78,6 +94,8 @@ def remove_missing(config: ExtractConfig, missing: Iterable[str]) -> int:
     for ids in _chunks(missing):
         KVStore.open(config.store).delete(ids, namespace=config.namespace)
         removed += len(ids)
+    for ids in _chunks(failures):
+        DeadLetters.open(config.store).delete(config.namespace, ids)
     return removed
 
 

@@ -17,6 +17,8 @@ INTERRUPTED = 130
 def job_main(kind: type[C], run: Callable[[C], dict[str, Any]], arguments: list[str] | None) -> int:
     """Run a job from ``--config FILE key=value ...``; its report is one JSON object on stdout.
 
+    A report may hold a ``complaint``: why the job, which came to its end, is no success.
+
     Returns:
         Exit code: 0 success, 1 the job failed, 2 bad input, 130 interrupted. Errors are one line on stderr.
     """
@@ -33,4 +35,7 @@ def job_main(kind: type[C], run: Callable[[C], dict[str, Any]], arguments: list[
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
     sys.stdout.write(json.dumps(report) + "\n")
+    if (complaint := report.get("complaint")) is not None:
+        sys.stderr.write(f"error: {complaint}\n")
+        return C2KVError.exit_code
     return 0

@@ -221,7 +221,8 @@ def plan_extraction(
     """
     files = corpus_files(os.fspath(corpus))
     scan = scan_corpus(files, columns or Columns(), limit=limit, keep=keep, processes=processes)
-    if not scan.documents and keep is None:
+    # Of a partition there may be none, of the whole corpus not: what is stored would seem to be gone.
+    if not scan.read:
         raise CorpusError(f"expected documents in {os.fspath(corpus)}, found none")
     masks, held = _compare(scan, stored, only_new=only_new)
     masks[scan.empty] = 0

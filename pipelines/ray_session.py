@@ -49,20 +49,27 @@ def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> 
         with redirect_stdout(sys.stderr):
             yield False
         return
-    if joins:
-        ray.init(log_to_driver=log_to_driver)
-    else:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus or max(MIN_LOGICAL_CPUS, os.cpu_count() or 1),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=log_to_driver,
-            logging_level=logging.ERROR,
-            _system_config={"metrics_report_interval_ms": 60_000},
-        )
-    try:
-        with redirect_stdout(sys.stderr):
+    # Around all of it: Ray also tells what it has to tell when it stops.
+    with redirect_stdout(sys.stderr):
+        if joins:
+            ray.init(log_to_driver=log_to_driver)
+        else:
+            _start(num_cpus, log_to_driver)
+        try:
             yield not joins
-    finally:
-        ray.shutdown()
+        finally:
+            ray.shutdown()
+
+
+def _start(num_cpus: int | None, log_to_driver: bool) -> None:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=num_cpus or max(MIN_LOGICAL_CPUS, os.cpu_count() or 1),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=log_to_driver,
+        logging_level=logging.ERROR,
+        _system_config={"metrics_report_interval_ms": 60_000},
+    )

@@ -42,6 +42,16 @@ def test_a_note_tells_what_a_dead_process_worked_on(uri: str) -> None:
     assert night.running() == []
 
 
+def test_a_run_that_is_stopped_takes_back_only_what_is_in_progress(uri: str) -> None:
+    night = of_run(uri, "night")
+    night.begin("u1", [("a", "h1"), ("b", "h2")], node="n", actor="x")
+    night.begin("u1", [("a", "h1")], node="n", actor="x")
+    night.begin("u2", [("c", "h3")], node="n", actor="y")
+    night.withdraw()
+    (left,) = night.running()
+    assert left.documents == (("a", "h1"), ("b", "h2")), "somebody has died of these"
+
+
 def test_only_dead_runs_leave_something_behind(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, dead, mine = (of_run(uri, run) for run in ("alive", "dead", "mine"))
     for run in (alive, dead):
@@ -87,7 +97,11 @@ def letter(doc_id: str, **changes: object) -> DeadLetter:
 def test_failures_are_one_row_each_and_attempts_of_one_content_add_up(uri: str) -> None:
     KVStore.open(uri, create=True)
     letters = DeadLetters.open(uri)
-    assert not letters.exists and letters.rows() == [] and letters.delete("acme", ["a"]) == 0
+    assert (
+        not letters.exists
+        and letters.rows() == []
+        and letters.delete("acme", ["a"]) == letters.settle("acme", "f", ["a"]) == 0
+    )
     letters.record([letter("a"), letter("a", fingerprint="f2"), letter("b", namespace="other")])
     letters.record([letter("a", attempts=2, kind="killed", run="later")])
     first, other, elsewhere = letters.rows()
@@ -101,6 +115,9 @@ def test_failures_are_one_row_each_and_attempts_of_one_content_add_up(uri: str) 
     assert first.first_failed_at < first.last_failed_at and other.attempts == 1
     letters.record([letter("a", content_hash="changed")])
     assert letters.rows(namespace="acme")[0].attempts == 1, "another content begins anew"
+    assert letters.settle("acme", "f2", ["a", "never"]) == 1
+    assert [one.fingerprint for one in letters.rows(namespace="acme")] == ["f1"], "it fails there still"
+    letters.record([letter("a", fingerprint="f2")])
     assert letters.delete("acme", ["a", "never"]) == 2
     assert DeadLetters.open(uri).rows() == [elsewhere]
 

@@ -122,6 +122,10 @@ def test_a_new_fingerprint_is_served_only_after_its_quality_check(
     assert better.unchanged == 3
     after = served(config.store, "default")
     assert after is not None and (after.version, after.fingerprint) == (2, better.fingerprints[8])
+    lossy = config.model_copy(update={"ratios": (16,), "max_document_bytes": 30})
+    with pytest.raises(QualityError, match="2 of 3 documents failed, more than max_failed_fraction"):
+        extract(lossy)
+    assert served(config.store, "default") == after, "a few may fail, but not most of them"
 
 
 def test_a_document_that_vanishes_during_the_run_is_accounted_for(
@@ -138,6 +142,37 @@ def test_a_document_that_vanishes_during_the_run_is_accounted_for(
     monkeypatch.setattr("pipelines.extract_plan.plan_extraction", lose_one_after_planning)
     report = extract(config_for(tmp_path, model_dir))
     assert (report.documents, report.extracted, report.vanished, report.unaccounted) == (5, 4, 1, 0)
+
+
+def test_a_changed_document_leaves_no_old_text_where_none_is_to_be_kept(
+    ray_cluster: None, tmp_path: Path, model_dir: Path
+) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", rows(3))
+    config = config_for(tmp_path, model_dir)
+    extract(config)
+    write_jsonl(corpus, [*rows(2), {"id": "doc-2", "title": "", "text": "The birch was felled."}])
+    assert extract(config.model_copy(update={"keep_text": False})).extracted == 1
+    assert sorted(KVStore.open(config.store).text(["doc-1", "doc-2"], namespace="default")) == ["doc-1"]
+
+
+def test_what_comes_back_during_the_run_is_not_removed(
+    ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", rows(5))
+    config = config_for(tmp_path, model_dir, delete_missing=True, max_deleted_fraction=0.5)
+    extract(config)
+    write_jsonl(corpus, rows(6)[2:])
+    plan = plan_extraction
+
+    def complete_the_corpus_after_planning(*args: Any, **options: Any) -> ExtractPlan:
+        made = plan(*args, **options)
+        write_jsonl(corpus, rows(6)[1:])
+        return made
+
+    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", complete_the_corpus_after_planning)
+    report = extract(config)
+    assert (report.extracted, report.removed, report.unaccounted) == (1, 1, 0)
+    assert {row.doc_id for row in KVStore.open(config.store).rows()} == {f"doc-{i}" for i in range(1, 6)}
 
 
 @pytest.mark.faults

@@ -1,11 +1,14 @@
 """Documents that do harm: each fails alone, is remembered, and stops nothing but too many of them."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from c2kv_core.store import DeadLetters, KVStore
-from pipelines.extract import extract
+from c2kv_core.config import to_yaml
+from c2kv_core.store import Attempts, DeadLetters, KVStore, open_storage
+from c2kv_core.text import content_hash
+from pipelines.extract import extract, main
 from pipelines.extract_commit import TooManyFailuresError
 from tests.extract_kit import BROKEN, DEADLY, HUNGRY, PoisonedStage, config_for, notes, rows
 from tests.pipelines_sources import write_jsonl
@@ -54,6 +57,28 @@ def test_each_kind_of_poison_fails_alone_and_is_left_alone_until_asked_for(
     assert extract(config).extracted == 1
     assert DeadLetters.open(config.store).rows() == []
     assert KVStore.open(config.store).verify().ok
+
+
+def test_deaths_of_dead_runs_count_until_asked_for_and_failures_go_with_their_documents(
+    ray_cluster: None, tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "corpus.jsonl", rows(2, wide="oak " * 2000))
+    config = config_for(tmp_path, model_dir, max_document_bytes=4000)
+    KVStore.open(config.store, create=True)
+    dead = Attempts(open_storage(config.store), namespace="default", run="dead")
+    for _ in range(config.max_attempts):
+        dead.begin("u", [("doc-1", content_hash("T1", "The birch 1 is white. " * 2))], node="n", actor="a")
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert main(["--config", str(tmp_path / "run.yaml"), "retry_failed=true"]) == 1, "as c2kv extract"
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert (report["extracted"], [f["id"] for f in report["failed"]]) == (2, ["wide"])
+    assert said.err.splitlines()[-1].startswith("error: 1 of 3 documents failed, the first 'wide': ")
+    write_jsonl(tmp_path / "corpus.jsonl", rows(2))
+    extract(config)
+    assert len(DeadLetters.open(config.store).rows()) == 1, "it may come back"
+    extract(config.model_copy(update={"delete_missing": True}))
+    assert DeadLetters.open(config.store).rows() == []
 
 
 def test_too_many_failures_stop_the_run_and_are_not_held_against_the_documents(

@@ -1,6 +1,12 @@
 """Runs that cannot go on end by themselves, and say why; progress and metrics on the way."""
 
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -8,11 +14,12 @@ import ray
 from c2kv_core.errors import C2KVError
 from c2kv_core.store import Attempts, KVStore, open_storage
 from pipelines.extract import Progress, extract
+from pipelines.extract_commit import Committer
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_lines import ProgressLines
 from pipelines.extract_metrics import METRICS, RaySink
 from pipelines.extract_stream import StalledError, stall_diagnosis
-from tests.extract_kit import config_for, rows
+from tests.extract_kit import config_for, notes, rows
 from tests.pipelines_sources import write_jsonl
 from tests.tiny_models import save_tiny_model
 
@@ -40,6 +47,30 @@ def test_a_stalled_run_ends_with_a_diagnosis(ray_cluster: None, config: ExtractC
     with pytest.raises(StalledError, match=r"no unit was finished for stall_timeout_s \(0\.1 s\)") as caught:
         extract(config.model_copy(update={"stall_timeout_s": 0.1}))
     assert "CPU free" in str(caught.value) and "\n" not in str(caught.value)
+    # Were it there still when Ray is stopped, it would start Ray anew.
+    assert "c2kv-units" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_run_that_is_told_to_stop_publishes_what_is_finished_and_leaves_nothing_running(
+    ray_cluster: None, config: ExtractConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(Committer):
+        def take(self, unit: Mapping[str, Any]) -> None:
+            super().take(unit)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("pipelines.extract.Committer", Told)
+    with pytest.raises(KeyboardInterrupt):
+        extract(config.model_copy(update={"documents_per_shard": 1, "commit_documents": 100}))
+    assert "c2kv-units" not in {thread.name for thread in threading.enumerate()}
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert len(KVStore.open(config.store).rows()) == 1, "what was finished"
+    assert [note for note in notes(config) if not note.endswith("/alive.json")] == [], "nobody is blamed"
+    (report,) = Path(config.store).glob("runs/*/report.json")
+    assert json.loads(report.read_text())["state"] == "interrupted"
+    monkeypatch.undo()
+    assert extract(config).extracted == 4
 
 
 def test_a_diagnosis_names_what_is_being_worked_on(ray_cluster: None, config: ExtractConfig) -> None:

@@ -81,6 +81,8 @@ def test_delta_table_with_partitions_and_replaced_rows(tmp_path: Path) -> None:
     assert sorted(plain(rows_of(folder))) == MAPPED_ROWS
     DeltaTable(folder).delete("key = 'a'")
     assert plain(rows_of(folder)) == MAPPED_ROWS[1:], "files of older versions are no corpus"
+    with pytest.raises(CorpusError, match=r"found a Delta table or a store at .*/table: "):
+        rows_of(tmp_path)
 
 
 def test_a_bucket_holds_every_form(tmp_path: Path, bucket: str) -> None:
@@ -96,6 +98,8 @@ def test_a_bucket_holds_every_form(tmp_path: Path, bucket: str) -> None:
     assert [row.document.doc_id for row in rows_of(f"{bucket}/in")] == ["a", "ü", "a", "ü", "oak", "a", "ü"]
     write_deltalake(f"{bucket}/table", pa.Table.from_pylist(RECORDS), storage_options=storage.table_options())
     assert plain(rows_of(f"{bucket}/table/")) == MAPPED_ROWS
+    with pytest.raises(CorpusError, match=r"found a Delta table or a store at .*/table: "):
+        rows_of(bucket)
     with pytest.raises(CorpusError, match="found nothing"):
         rows_of(f"{bucket}/absent")
 
@@ -106,6 +110,7 @@ def test_a_bucket_holds_every_form(tmp_path: Path, bucket: str) -> None:
         ("key,body,lang,year\na,b,c\n", "line 2: expected 4 fields"),
         ("key,body,lang,year\na,b,c,d,e\n", "line 2: expected 4 fields"),
         ("key,lang,year\na,b,c\n", "body is missing"),
+        ("key,body,lang,year,body\na,b,c,d,e\n", "expected one column body, got 2"),
         ('key,body,lang,year\n"a,b\n', "unexpected end of data"),
         ("key,body,lang,year\n,b,c,d\n", "line 2: expected a non-empty string key"),
     ],
@@ -133,6 +138,11 @@ def test_columns_that_contradict_are_refused() -> None:
         "partition=[2,2]",
         "delete_missing=true|limit=3",
         "min_actors=2",
+        "promote=true|limit=3",
+        "promote=true|partition=[0,2]",
+        "quality_check=c2kv eval 'unbalanced",
+        "quality_check=''",
+        'quality_check="a\\0b"',
     ):
         with pytest.raises(ConfigError):
             load_config(ExtractConfig, None, [*given, *wrong.split("|")])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 from pathlib import Path
 from random import Random
 
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from c2kv_core import SourceDocument
-from c2kv_core.errors import CorpusError
+from c2kv_core.errors import C2KVError, CorpusError
 from c2kv_core.text import content_hash
 from pipelines.corpus.scan import digest_of
 from pipelines.plan import Stored, corpus_documents, plan_extraction
@@ -91,8 +92,18 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 def test_bytes_that_are_no_text_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"ab\xff\xfe")
-    with pytest.raises(CorpusError, match=r"bad\.txt: expected UTF-8 text, got other bytes at offset 2"):
+    with pytest.raises(CorpusError, match=r"bad\.txt, offset 2 of the text: expected UTF-8"):
         list(corpus_documents(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["bad.jsonl", "bad.jsonl.gz"])
+def test_a_line_that_is_no_text_is_named_wherever_it_is(tmp_path: Path, name: str) -> None:
+    file = write_jsonl(tmp_path / name, [{"id": str(i), "text": "x" * 50} for i in range(2000)])
+    whole = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    whole += b'{"id": "z", "text": "\xff"}\n'
+    file.write_bytes(gzip.compress(whole) if file.suffix == ".gz" else whole)
+    with pytest.raises(CorpusError, match="line 2001: expected UTF-8 text"):
+        list(corpus_documents(file))
 
 
 @pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.parquet"])
@@ -100,6 +111,33 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(gzip.compress(b'{"id": "a", "text": "t"}\n' * 50)[:40])
     with pytest.raises(CorpusError, match=name.replace(".", r"\.")):
         list(corpus_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["cut.jsonl.gz", "cut.csv.zst"])
+def test_a_packed_file_without_a_byte_is_no_empty_one(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / "whole.jsonl", list(ROWS))
+    (tmp_path / name).touch()
+    with pytest.raises(CorpusError, match="got an empty file"):
+        list(corpus_documents(tmp_path))
+
+
+def test_what_cannot_be_listed_is_not_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "whole.jsonl", list(ROWS))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "absent.jsonl")
+    with pytest.raises(CorpusError, match=r"cannot list the corpus .*link\.jsonl"):
+        list(corpus_documents(tmp_path))
+    (tmp_path / "link.jsonl").unlink()
+    (tmp_path / "locked").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if os.fspath(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CorpusError, match=r"cannot list the corpus .*locked"):
+        list(corpus_documents(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -175,10 +213,31 @@ def test_several_processes_read_the_same_plan(tmp_path: Path) -> None:
         plan_extraction(tmp_path, {}, processes=2)
 
 
+def test_a_process_that_dies_over_the_corpus_is_told_of(tmp_path: Path) -> None:
+    for number in range(2):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"id": str(number), "text": "x"}])
+    with pytest.raises(C2KVError, match="one of 2 processes that read the corpus died"):
+        plan_extraction(tmp_path, {4: held({})}, keep=die, processes=2)
+
+
+def die(doc_id: str) -> bool:
+    """What lack of memory does, in a process that reads the corpus."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
 def test_a_corpus_without_documents_is_no_success(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(CorpusError, match="found none"):
         plan_extraction(tmp_path / "empty.jsonl", {4: held({})})
+    (tmp_path / "more.jsonl").touch()
+    for processes in (1, 2):
+        with pytest.raises(CorpusError, match="found none"):
+            plan_extraction(tmp_path, {4: held({})}, keep=str.isupper, processes=processes)
+    write_jsonl(tmp_path / "more.jsonl", list(ROWS))
+    for processes in (1, 2):
+        plan = plan_extraction(tmp_path, {4: held({})}, keep=str.isupper, processes=processes)
+        assert plan.documents == 0, "a partition may have none"
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -82,6 +82,21 @@ class Attempts:
         with as_store_error(f"remove {path}"):
             self._storage.delete(path)
 
+    def withdraw(self) -> None:
+        """Remove the newest note of each unit: the process that works on it is stopped, and does not die of it.
+
+        Raises:
+            StoreError: I/O error.
+        """
+        with as_store_error(f"clear {self._folder}"):
+            newest: dict[str, tuple[str, str]] = {}
+            for file in self._files(self._folder):
+                for attempt in self._read([file]):
+                    note = (attempt.started_at, file.path)
+                    newest[attempt.unit] = max(note, newest.get(attempt.unit, note))
+            for _, path in newest.values():
+                self._storage.delete(path)
+
     def of_unit(self, unit: str) -> list[Attempt]:
         """Earlier attempts of this run at the same work.
 

@@ -135,6 +135,18 @@ class DeadLetters:
             self.table.delete(document_keys(namespace, doc_ids, buckets=self._buckets)) if self.exists else 0
         )
 
+    def settle(self, namespace: str, fingerprint: str, doc_ids: Iterable[str]) -> int:
+        """Forget the failures of documents under one fingerprint, since it has them now; how many rows went.
+
+        Raises:
+            StoreError: I/O error or lasting write conflict.
+        """
+        if not self.exists:
+            return 0
+        keys = document_keys(namespace, doc_ids, buckets=self._buckets)
+        fingerprints = pa.array([fingerprint] * keys.num_rows, pa.string())
+        return self.table.delete(keys.append_column("fingerprint", fingerprints))
+
     def rows(self, *, namespace: str | None = None) -> list[DeadLetter]:
         """All failures now, sorted by namespace, id and fingerprint.
 

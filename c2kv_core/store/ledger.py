@@ -4,7 +4,7 @@ Nothing here makes an object a row; a caller keeps what it needs of each table.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Self
 
 import pyarrow as pa
@@ -72,6 +72,16 @@ class Ledger:
         if self._manifest is None:
             return 0
         return Texts(self._storage, buckets=self.buckets).set_metadata(self._namespace, metadata)
+
+    def forget_texts(self, doc_ids: Iterable[str]) -> int:
+        """Remove the kept texts of documents whose slots stay; how many there were.
+
+        Raises:
+            StoreError: I/O error or lasting write conflict.
+        """
+        if self._manifest is None:
+            return 0
+        return Texts(self._storage, buckets=self.buckets).delete(self._namespace, doc_ids)
 
     def _tables(self, table: Table, columns: list[str], fingerprint: str | None) -> Iterator[pa.Table]:
         where = {"namespace": [self._namespace]}

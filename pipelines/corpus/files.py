@@ -2,11 +2,13 @@
 
 import gzip
 import io
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, NoReturn, cast
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -54,7 +56,7 @@ def corpus_files(corpus: str) -> list[CorpusFile]:
     In order of path.
 
     Raises:
-        CorpusError: nothing there, or nothing readable in it.
+        CorpusError: nothing there, nothing readable in it, or something that cannot be listed.
     """
     if not corpus:
         raise CorpusError("expected the path of a corpus, got ''")
@@ -86,9 +88,15 @@ def open_text(file: CorpusFile, **options: Any) -> Iterator[io.TextIOWrapper]:
 
     Raises:
         OSError: it cannot be read.
+        EOFError: packed, and without a byte.
     """
     with open_file(file) as opened:
         unpacked: Any = opened
+        if file.size_bytes == 0 and file.path.lower().endswith((".gz", ".zst")):
+            # Both libraries take it for the packed form of nothing.
+            raise EOFError(
+                "expected packed data, got an empty file: it was cut off, or is still being written"
+            )
         if file.path.lower().endswith(".gz"):
             unpacked = gzip.GzipFile(fileobj=opened)
         elif file.path.lower().endswith(".zst"):
@@ -106,8 +114,33 @@ def _on_disk(path: Path) -> list[CorpusFile]:
         )
     if (path / _DELTA_LOG).is_dir():
         return _of_table(str(path), path.resolve().as_uri(), {})
-    found = sorted(f for f in path.rglob("*") if f.is_file() and f.name.lower().endswith(ALL_SUFFIXES))
-    return [_file(str(f), f.relative_to(path).as_posix(), f.stat().st_size) for f in found]
+    found = []
+    for file in sorted(_readable_below(path)):
+        # Not is_file(): of a link to nothing it says no, as if its documents were gone.
+        status = file.stat()
+        if stat.S_ISREG(status.st_mode):
+            found.append(_file(str(file), file.relative_to(path).as_posix(), status.st_size))
+    return found
+
+
+def _readable_below(root: Path) -> Iterator[Path]:
+    """What is named like a file of a corpus; links to folders are not followed."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    # Path.rglob passes over folders that it may not read.
+    for folder, folders, names in os.walk(root, onerror=fail):
+        if _DELTA_LOG.rstrip("/") in folders:
+            _refuse_table(str(root), folder)
+        yield from (Path(folder, name) for name in names if name.lower().endswith(ALL_SUFFIXES))
+
+
+def _refuse_table(corpus: str, table: str) -> NoReturn:
+    raise CorpusError(
+        f"expected files in {corpus}, found a Delta table or a store at {table}: without its log, "
+        "deleted rows would be read as well; give the table itself as the corpus, or move it elsewhere"
+    )
 
 
 def _in_bucket(uri: str) -> list[CorpusFile]:
@@ -116,6 +149,10 @@ def _in_bucket(uri: str) -> list[CorpusFile]:
     below = list(storage.list_files(""))
     if any(found.path.startswith(_DELTA_LOG) for found in below):
         return _of_table(uri, storage.uri, storage.table_options())
+    for found in below:
+        table, log, _ = found.path.partition(f"/{_DELTA_LOG}")
+        if log:
+            _refuse_table(uri, f"{uri}/{table}")
     if below:
         readable = sorted((f for f in below if f.path.lower().endswith(ALL_SUFFIXES)), key=lambda f: f.path)
         return [_file(f"{uri}/{f.path}", f.path, f.size_bytes) for f in readable]

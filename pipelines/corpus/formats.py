@@ -4,8 +4,9 @@ import csv
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +36,19 @@ def read_rows(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
     except (OSError, EOFError, zlib.error, pa.ArrowException, csv.Error) as error:
         raise CorpusError(f"cannot read {file}: {' '.join(str(error).split())}") from error
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{file}: expected UTF-8 text, got other bytes at offset {error.start}") from error
+        raise CorpusError(f"{_place_of(error, file)}: expected UTF-8 text, got other bytes") from error
+
+
+def _place_of(error: UnicodeDecodeError, file: CorpusFile) -> str:
+    """Where the bytes are that are no text, as far as it can be told."""
+    if file.kind in ("text", "parquet"):
+        return f"{file}, offset {error.start} of the text"
+    # The error knows a place in the piece that was decoded, not in the file.
+    with open_text(file, encoding=_UTF8) as opened:
+        for number, line in enumerate(cast(Iterable[bytes], opened.buffer), start=1):
+            if line.decode(errors="replace") != line.decode(errors="ignore"):
+                return f"{file}, line {number}"
+    return str(file)
 
 
 def _read_text(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
@@ -53,8 +66,8 @@ def _read_parquet(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
     constants = dict(file.constants)
     with open_file(file) as opened:
         parquet = pq.ParquetFile(opened)
-        there = set(parquet.schema_arrow.names)
-        _require([c for c in columns.required if c not in there and c not in constants], file, columns)
+        there = parquet.schema_arrow.names
+        _require([*there, *constants], file, columns)
         row = 0
         wanted = [c for c in columns.known if c in there]
         for batch in parquet.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
@@ -68,7 +81,7 @@ def _read_csv(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
     csv.field_size_limit(sys.maxsize)
     with open_text(file, encoding=_UTF8, newline="") as lines:
         rows = csv.DictReader(lines, strict=True)
-        _require([c for c in columns.required if c not in (rows.fieldnames or ())], file, columns)
+        _require(rows.fieldnames or (), file, columns)
         for record in rows:
             where = f"{file}, line {rows.line_num}"
             if None in record or None in record.values():
@@ -100,9 +113,15 @@ _READERS: dict[Kind, Callable[[CorpusFile, Columns], Iterator[CorpusRow]]] = {
 }
 
 
-def _require(missing: list[str], file: CorpusFile, columns: Columns) -> None:
-    if missing:
-        raise CorpusError(
-            f"{file}: expected columns {', '.join(columns.known)}; {missing[0]} is missing (columns.id, columns.text, "
-            "columns.title and columns.metadata say which is what)"
-        )
+def _require(there: Sequence[str], file: CorpusFile, columns: Columns) -> None:
+    """That every column that is read is there, once."""
+    for name in columns.known:
+        if name not in there and name in columns.required:
+            raise CorpusError(
+                f"{file}: expected columns {', '.join(columns.known)}; {name} is missing (columns.id, columns.text, "
+                "columns.title and columns.metadata say which is what)"
+            )
+        if list(there).count(name) > 1:
+            raise CorpusError(
+                f"{file}: expected one column {name}, got {list(there).count(name)} of that name"
+            )

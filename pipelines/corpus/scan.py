@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from multiprocessing import get_context
@@ -11,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from c2kv_core.errors import CorpusError
+from c2kv_core.errors import C2KVError, CorpusError
 from c2kv_core.text import content_hash
 from pipelines.corpus.columns import Columns, CorpusRow
 from pipelines.corpus.files import CorpusFile
@@ -66,6 +67,8 @@ class Scan:
     """Whether there is no text."""
     empty_ids: tuple[str, ...]
     """The first ``NAMED`` of those."""
+    read: int
+    """Documents that were read, those that ``keep`` left out among them."""
 
     @property
     def documents(self) -> int:
@@ -85,6 +88,7 @@ class _Growing:
     numbers: "array[int]" = field(default_factory=lambda: array("I"))
     empty: "array[int]" = field(default_factory=lambda: array("b"))
     empty_ids: list[str] = field(default_factory=list)
+    read: int = 0
 
     def add(self, row: CorpusRow, file: int, number: int) -> None:
         doc_id, title, text = row.document
@@ -109,6 +113,7 @@ class _Growing:
             numbers=np.asarray(self.numbers, np.uint32),
             empty=np.asarray(self.empty, np.int8).astype(bool),
             empty_ids=tuple(self.empty_ids),
+            read=self.read,
         )
 
 
@@ -131,6 +136,7 @@ def scan_corpus(
 
     Raises:
         CorpusError: an unreadable row, or an id that occurs twice.
+        C2KVError: one of several processes died.
     """
     if processes == 1 or limit is not None or len(files) == 1:
         scan = _scan(files, columns, limit, keep)
@@ -138,7 +144,13 @@ def scan_corpus(
         # Not forked: the caller may hold threads of Arrow, Ray or botocore.
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             several = pool.map(_scan, ([file] for file in files), repeat(columns), repeat(None), repeat(keep))
-            scan = _joined(list(several))
+            try:
+                scan = _joined(list(several))
+            except BrokenProcessPool as error:
+                raise C2KVError(
+                    f"one of {processes} processes that read the corpus died, perhaps for lack of memory; "
+                    "lower plan_processes and run the command again"
+                ) from error
     _check_unique(scan, files, columns)
     return scan
 
@@ -148,6 +160,7 @@ def _scan(
 ) -> Scan:
     growing = _Growing()
     for file, number, row in islice(placed_rows(files, columns), limit):
+        growing.read += 1
         if keep is None or keep(row.document.doc_id):
             growing.add(row, file, number)
     return growing.finish()
@@ -159,7 +172,7 @@ def _joined(scans: Sequence[Scan]) -> Scan:
     columns = {name: np.concatenate([getattr(scan, name) for scan in scans]) for name in names}
     files = np.concatenate([np.full(scan.documents, place, np.uint32) for place, scan in enumerate(scans)])
     empty_ids = tuple(islice((doc_id for scan in scans for doc_id in scan.empty_ids), NAMED))
-    return Scan(**columns, files=files, empty_ids=empty_ids)
+    return Scan(**columns, files=files, empty_ids=empty_ids, read=sum(scan.read for scan in scans))
 
 
 def placed_rows(files: Sequence[CorpusFile], columns: Columns) -> Iterator[tuple[int, int, CorpusRow]]:
