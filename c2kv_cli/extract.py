@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
 from c2kv_cli.progress import progress_bar
-from c2kv_core.errors import C2KVError
+from c2kv_core.errors import C2KVError, InputError
 from pipelines.extract import Progress as RunProgress
 from pipelines.extract import extract as run_extract
 from pipelines.extract_config import ExtractConfig
@@ -66,7 +66,10 @@ def extract(
         dry_run=only_plan or None,
     )
     if resolved.dry_run:
-        _print_plan(dry_run(resolved), as_json)
+        plan = dry_run(resolved)
+        _print_plan(plan, as_json)
+        if plan.refusal is not None:
+            raise InputError(plan.refusal)
         return
     with progress_bar("extracting") as bar:
         # A terminal gets a bar, a log gets lines.
@@ -92,7 +95,7 @@ def _print_plan(plan: DryRun, as_json: bool) -> None:
         "to extract": f"{about}{plan.source_tokens:,} tokens of {plan.source_bytes:,} bytes",
         "to store": f"{about}{plan.stored_bytes / 2**20:,.1f} MiB",
         "to remove": f"{plan.missing:,} documents; {plan.relabelled:,} with new metadata",
-        "time": f"{plan.seconds:,.0f} s at {plan.tokens_per_s:,.0f} tokens/s of the last run"
+        "time": f"{plan.seconds:,.0f} s at {plan.tokens_per_s:,.0f} tokens/s of an earlier run, start-up left out"
         if plan.seconds is not None
         else "unknown: no run like this one has finished in this store",
     }
@@ -100,6 +103,22 @@ def _print_plan(plan: DryRun, as_json: bool) -> None:
         rows["cost"] = f"{plan.cost:,.2f}"
     for name, value in rows.items():
         out.print(f"{name:>14}  {value}")
+    _print_beyond(out, plan.beyond_context, plan.positions)
+    if not plan.missing:
+        _print_gone(out, plan.not_in_corpus)
+
+
+def _print_beyond(out: Console, documents: int, positions: int) -> None:
+    if documents:
+        out.print(
+            f"{documents:,} documents have more tokens than the model has positions ({positions:,}): no question can "
+            "use them; cut them into several documents."
+        )
+
+
+def _print_gone(out: Console, documents: int | None) -> None:
+    if documents:
+        out.print(f"{documents:,} stored documents are not in this corpus; --delete-missing removes such.")
 
 
 class Follow:
@@ -130,6 +149,8 @@ def _print_summary(report: ExtractReport) -> None:
             "stored": f"{report.stored_bytes / 2**20:,.1f} MiB in {report.store}, namespace {report.namespace}",
             "speed": f"{report.tokens_per_s:,.0f} tokens/s over {report.elapsed_s:.1f} s, start-up included",
             "padding": f"{report.padding_waste:.1%} of {report.computed_tokens:,} tokens computed",
+            "report": f"{report.store.rstrip('/')}/runs/{report.run}/report.md",
+            "fingerprint": ", ".join(report.fingerprints.values()),
         }
     for name, value in rows.items():
         out.print(f"{name:>14}  {value}")
@@ -139,6 +160,9 @@ def _print_summary(report: ExtractReport) -> None:
         out.print(f"{'':>14}  and {report.skipped_documents - SHOWN_SKIPS} more")
     if report.relabelled or report.removed:
         out.print(f"{'upkeep':>14}  {report.relabelled:,} with new metadata, {report.removed:,} removed")
+    _print_beyond(out, report.beyond_context_documents, report.positions)
+    if not report.removed:
+        _print_gone(out, report.not_in_corpus)
     if report.failed_before:
         out.print("Documents that failed before were left alone; --retry-failed tries them again.")
     if report.extracted and report.sidecar == "untrained":

@@ -92,6 +92,14 @@ class CompressorSpec:
         """Settings of the untrained sidecar."""
         return SidecarConfig(ratios=self.ratios)
 
+    def max_positions(self) -> int:
+        """Positions that the model was made for. Reads its configuration only.
+
+        Raises:
+            ModelError: it cannot be found.
+        """
+        return int(AutoConfig.from_pretrained(model_directory(self.model)).max_position_embeddings)
+
     def identities(self) -> dict[int, Identity]:
         """Identity of stored slots for each ratio. Reads files, loads no weights.
 

@@ -188,6 +188,9 @@ class Committer:
         report.extracted += len(self._waiting)
         report.source_tokens += sum(outcome["source_tokens"] for _, _, outcome in self._waiting)
         report.reused_tokens += sum(outcome["reused_tokens"] for _, _, outcome in self._waiting)
+        beyond = [o["doc_id"] for _, _, o in self._waiting if o["source_tokens"] > report.positions]
+        report.beyond_context_documents += len(beyond)
+        report.beyond_context += beyond[: NAMED - len(report.beyond_context)]
         report.parts += sum(row.parts for row in rows)
         report.slots += sum(row.slots for row in rows)
         stored_bytes = sum(row.length for row in rows)

@@ -145,8 +145,8 @@ class ExtractConfig(Config):
     @property
     def hardware(self) -> str:
         """What a run's speed depends on, beside the model: for comparing runs."""
-        each = f"{self.num_gpus_per_actor:g} GPU {self.num_cpus_per_actor:g} CPU"
-        return f"{self.actors} x {each} {self.device} {self.dtype}"
+        gpus = f"{self.num_gpus_per_actor:g} GPU, " if self.num_gpus_per_actor else ""
+        return f"{self.actors} x ({gpus}{self.num_cpus_per_actor:g} CPU), {self.device} {self.dtype}"
 
     def spec(self) -> CompressorSpec:
         """What compresses."""

@@ -36,6 +36,14 @@ class DryRun:
     failed_before: int
     missing: int
     """Documents that would be removed."""
+    refusal: str | None
+    """Why the run would refuse to remove them."""
+    not_in_corpus: int | None
+    """See ``ExtractReport``."""
+    positions: int
+    """See ``ExtractReport``."""
+    beyond_context: int
+    """Of the sample, documents with more source tokens than that."""
     source_bytes: int
     """Of the texts to extract."""
     source_tokens: int
@@ -47,7 +55,7 @@ class DryRun:
     tokens_per_s: float | None
     """Of the last run with the same model, device and actors; None when there was none."""
     seconds: float | None
-    """At that speed."""
+    """At that speed, start-up left out."""
     cost: float | None
     """At ``price_per_hour`` for each actor."""
     plan_bytes: int
@@ -67,7 +75,8 @@ def dry_run(config: ExtractConfig) -> DryRun:
     """
     planned = plan_run(config)
     plan = planned.plan
-    tokens, counted = _tokens(config, plan)
+    positions = config.spec().max_positions()
+    tokens, counted, beyond = _tokens(config, plan, positions)
     speed = last_speed(config, planned)
     seconds = None if not speed else tokens / speed
     price = config.price_per_hour
@@ -80,6 +89,10 @@ def dry_run(config: ExtractConfig) -> DryRun:
         empty=plan.empty,
         failed_before=planned.failed_before,
         missing=len(planned.missing),
+        refusal=planned.refusal,
+        not_in_corpus=plan.gone,
+        positions=positions,
+        beyond_context=beyond,
         source_bytes=plan.pending_bytes,
         source_tokens=tokens,
         tokens_are_counted=counted,
@@ -92,7 +105,7 @@ def dry_run(config: ExtractConfig) -> DryRun:
 
 
 def last_speed(config: ExtractConfig, planned: PlannedRun) -> float | None:
-    """Steady tokens a second of the newest finished run of the same fingerprints, device and actors.
+    """Tokens a second of the newest run of the same fingerprints, device and actors that was long enough to tell.
 
     Raises:
         StoreError: the store cannot be read.
@@ -109,33 +122,36 @@ def last_speed(config: ExtractConfig, planned: PlannedRun) -> float | None:
                 same = (
                     set(report["fingerprints"].values()) == wanted and report["hardware"] == config.hardware
                 )
-                if same and report["steady_tokens_per_s"]:
-                    return float(report["steady_tokens_per_s"])
+                if same and report["usual_tokens_per_s"]:
+                    return float(report["usual_tokens_per_s"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # the report of another release
     return None
 
 
-def _tokens(config: ExtractConfig, plan: ExtractPlan) -> tuple[int, bool]:
-    """Source tokens of the documents to extract, and whether all were counted."""
+def _tokens(config: ExtractConfig, plan: ExtractPlan, positions: int) -> tuple[int, bool, int]:
+    """Source tokens of the documents to extract, whether all were counted, and how many exceed the positions."""
     if not len(plan.pending):
-        return 0, True
+        return 0, True, 0
     spec = config.spec()
     renderer = ChatRenderer(load_tokenizer(model_directory(spec.model)))
     limit = _max_part_tokens(spec)
-    counted = counted_bytes = documents = 0
+    counted = counted_bytes = documents = beyond = 0
     for title, text in islice(_pending_texts(config, plan), SAMPLE_DOCUMENTS):
         try:
-            counted += sum(map(len, document_parts(renderer, title, text, max_part_tokens=limit)))
+            tokens = sum(map(len, document_parts(renderer, title, text, max_part_tokens=limit)))
         except InputError:
             continue  # it would fail in the run as well
+        counted += tokens
+        beyond += tokens > positions
         counted_bytes += len(title.encode()) + len(text.encode())
         documents += 1
         if counted_bytes > SAMPLE_BYTES:
             break
     if documents == len(plan.pending):
-        return counted, True
-    return (round(counted * plan.pending_bytes / counted_bytes) if counted_bytes else 0), False
+        return counted, True, beyond
+    estimated = round(counted * plan.pending_bytes / counted_bytes) if counted_bytes else 0
+    return estimated, False, beyond
 
 
 def _pending_texts(config: ExtractConfig, plan: ExtractPlan) -> Iterator[tuple[str, str]]:

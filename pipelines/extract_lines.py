@@ -28,11 +28,11 @@ def line_of(progress: Progress) -> str:
     if not progress.done:
         counted = f" ({progress.pending:,} documents to extract)" if progress.pending else ""
         return f"{progress.phase}{counted} ..."
-    left = "" if progress.eta_s is None else f", {_duration(progress.eta_s)} to go"
-    return (
-        f"{progress.phase}: {progress.done:,} of {progress.pending:,} documents, {progress.failed:,} failed, "
-        f"{progress.tokens_per_s:,.0f} tokens/s{left}"
-    )
+    speed = f", {progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s >= 0.5 else ""
+    is_known = progress.eta_s is not None and progress.done < progress.pending
+    left = f", {_duration(progress.eta_s)} to go" if is_known and progress.eta_s is not None else ""
+    counted = f"{progress.done:,} of {progress.pending:,} documents, {progress.failed:,} failed"
+    return f"{progress.phase}: {counted}{speed}{left}"
 
 
 def _duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from c2kv_core.errors import InputError
 from c2kv_core.store import DeadLetters, KVStore, Ledger
 from pipelines.corpus import corpus_files
 from pipelines.corpus.scan import Keys, keys_of, scan_corpus
@@ -28,6 +29,8 @@ class PlannedRun:
     fingerprints: dict[int, str]
     failed_before: int
     """Documents left out of the plan because they failed in an earlier run with the content they have."""
+    refusal: str | None
+    """Why these may not be removed; only of a dry run, others end with it."""
     missing: tuple[str, ...]
     """Ids that are in the store and no longer in the corpus, to be removed; empty unless that is wanted."""
     missing_failures: tuple[str, ...]
@@ -60,9 +63,12 @@ def plan_run(config: ExtractConfig) -> PlannedRun:
     failed_before = 0
     if not config.retry_failed and len(plan.pending):
         plan, failed_before = _without_failed(config, plan, fingerprints)
-    missing = missing_documents(config, ledger, plan) if config.delete_missing else ()
+    missing, refusal = missing_documents(config, ledger, plan) if config.delete_missing else ((), None)
+    if refusal is not None and not config.dry_run:
+        raise InputError(refusal)
     return PlannedRun(
         plan=plan,
+        refusal=refusal,
         fingerprints=fingerprints,
         failed_before=failed_before,
         missing=missing,

@@ -7,6 +7,10 @@ from typing import Any
 NAMED = 1000
 """Documents of a kind that are named; the others are counted."""
 SLOWEST = 10
+STEADY_S = 10.0
+"""So long must units have been finished one after another before their speed says something."""
+TELLING_TOKENS = 2_000
+"""So many source tokens a run must have had before its speed says something about others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ class ExtractReport:
     """``ExtractConfig.hardware``."""
     sidecar: str
     """``trained`` or ``untrained``."""
+    positions: int
+    """Of the model: what the source tokens of all documents of a question, its text and its answer must fit into."""
     documents: int
     """Documents of the corpus within limit and partition."""
     unchanged: int
@@ -71,6 +77,9 @@ class ExtractReport:
     """Planned documents that were no longer in the corpus when it was read."""
     relabelled: int = 0
     """Of the unchanged, documents whose metadata was replaced."""
+    not_in_corpus: int | None = None
+    """Documents stored under one of the fingerprints and not in the corpus; None where that was not looked at: a
+    limited run or a partition."""
     removed: int = 0
     """Documents gone from the corpus and removed from the store; not among ``documents``."""
     parts: int = 0
@@ -102,6 +111,10 @@ class ExtractReport:
     """What became of the quality check and the promotion."""
     skipped_documents: int = 0
     failed_documents: int = 0
+    beyond_context_documents: int = 0
+    """Extracted documents with more source tokens than the model has positions: no question can use them."""
+    beyond_context: list[str] = field(default_factory=list)
+    """Ids of the first of these."""
     skipped: list[Skipped] = field(default_factory=list)
     """Documents without text, the first of them."""
     failed: list[Skipped] = field(default_factory=list)
@@ -144,6 +157,15 @@ class ExtractReport:
         return self.steady_tokens / self.steady_s if self.steady_s else 0.0
 
     @property
+    def usual_tokens_per_s(self) -> float | None:
+        """For estimates: the steady speed, of a short run that of its busy actors; None with hardly any tokens."""
+        if self.source_tokens - self.reused_tokens < TELLING_TOKENS:
+            return None
+        if self.steady_s >= STEADY_S:
+            return self.steady_tokens_per_s
+        return sum(work.tokens_per_s for work in self.actors.values()) or None
+
+    @property
     def padding_waste(self) -> float:
         """Share of the computed tokens that was padding (or work done twice)."""
         needed = self.source_tokens - self.reused_tokens
@@ -176,6 +198,7 @@ class ExtractReport:
         derived = (
             "tokens_per_s",
             "steady_tokens_per_s",
+            "usual_tokens_per_s",
             "padding_waste",
             "cost_per_million_tokens",
             "unaccounted",

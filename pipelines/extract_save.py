@@ -6,7 +6,7 @@ from c2kv_core.config import to_yaml
 from c2kv_core.store import open_storage, require_store
 from c2kv_core.store.failures import as_store_error
 from pipelines.extract_config import ExtractConfig
-from pipelines.extract_report import ExtractReport
+from pipelines.extract_report import STEADY_S, ExtractReport
 
 SHOWN = 20
 """Rows of a table for people."""
@@ -77,14 +77,28 @@ def _figures(report: ExtractReport) -> list[tuple[str, str | None]]:
         ),
         ("vanished during the run", f"{report.vanished:,}"),
         ("removed", f"{report.removed:,}"),
-        ("unaccounted", f"{report.unaccounted:,}"),
+        # Of a run that was stopped, what it did not come to is no riddle.
+        ("unaccounted" if report.state == "done" else "not finished", f"{report.unaccounted:,}"),
+        (
+            "stored and not in the corpus",
+            None if report.not_in_corpus is None else f"{report.not_in_corpus:,}",
+        ),
+        (
+            f"beyond the model's {report.positions:,} positions",
+            f"{report.beyond_context_documents:,}" if report.beyond_context_documents else None,
+        ),
         ("source tokens", f"{report.source_tokens:,}, of these {report.reused_tokens:,} reused"),
         ("computed tokens", f"{report.computed_tokens:,}, {report.padding_waste:.1%} of them padding"),
         ("parts, slots", f"{report.parts:,}, {report.slots:,}"),
         ("stored", f"{report.stored_bytes / 2**20:,.1f} MiB in {report.commits:,} commits"),
         ("quality", report.quality or None),
         ("time", f"{report.elapsed_s:,.1f} s, {report.tokens_per_s:,.0f} tokens/s"),
-        ("steady state", f"{report.steady_s:,.1f} s, {report.steady_tokens_per_s:,.0f} tokens/s"),
+        (
+            "steady state",
+            f"{report.steady_s:,.1f} s, {report.steady_tokens_per_s:,.0f} tokens/s"
+            if report.steady_s >= STEADY_S
+            else None,
+        ),
         ("CPU, GPU", f"{report.cpu_s:,.1f} s, {report.gpu_s:,.1f} s"),
         ("cost a million source tokens", None if cost is None else f"{cost:,.4f}"),
     ]

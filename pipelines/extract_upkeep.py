@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from c2kv_core.errors import InputError
 from c2kv_core.store import DeadLetters, KVStore, Ledger
 from c2kv_core.store.names import bucket_of
 from pipelines.corpus.scan import keys_of, placed_rows
@@ -42,11 +41,12 @@ def partition_of(config: ExtractConfig, ledger: Ledger) -> Partition | None:
     return Partition(namespace=config.namespace, buckets=ledger.buckets, mine=mine, of=of)
 
 
-def missing_documents(config: ExtractConfig, ledger: Ledger, plan: ExtractPlan) -> tuple[str, ...]:
-    """Ids in the store, under any fingerprint, that the corpus no longer has.
+def missing_documents(
+    config: ExtractConfig, ledger: Ledger, plan: ExtractPlan
+) -> tuple[tuple[str, ...], str | None]:
+    """Ids in the store, under any fingerprint, that the corpus no longer has; and why they may not be removed, if so.
 
     Raises:
-        InputError: more of them than ``max_deleted_fraction`` allows.
         StoreError: the index cannot be read.
     """
     is_mine = partition_of(config, ledger)
@@ -60,12 +60,13 @@ def missing_documents(config: ExtractConfig, ledger: Ledger, plan: ExtractPlan) 
         held.append(keys)
         gone.update(ids[place] for place in np.flatnonzero(~np.isin(keys, plan.all_keys)))
     stored = len(np.unique(np.concatenate(held))) if held else 0
+    refusal = None
     if len(gone) > config.max_deleted_fraction * stored:
-        raise InputError(
+        refusal = (
             f"delete_missing would remove {len(gone)} of {stored} documents of namespace {config.namespace!r}, more "
             f"than max_deleted_fraction ({config.max_deleted_fraction:g}): check corpus and namespace, or raise it"
         )
-    return tuple(sorted(gone))
+    return tuple(sorted(gone)), refusal
 
 
 def missing_failures(config: ExtractConfig, ledger: Ledger, plan: ExtractPlan) -> tuple[str, ...]:

@@ -164,6 +164,8 @@ class ExtractPlan:
     """Unchanged documents of other metadata than stored, sorted."""
     all_keys: Keys
     """Of all documents, sorted: what a store holds beyond them is gone from the corpus."""
+    gone: int | None
+    """How many documents at these ratios that is; None where only a part of the corpus was looked at."""
 
     @property
     def new(self) -> int:
@@ -245,7 +247,13 @@ def plan_extraction(
         empty_ids=scan.empty_ids[:NAMED],
         relabelled=_relabelled(scan, settled, metadata),
         all_keys=np.sort(scan.keys),
+        gone=_gone(scan, stored) if limit is None and keep is None else None,
     )
+
+
+def _gone(scan: Scan, stored: Mapping[int, Stored]) -> int:
+    beyond = [contents.keys[~np.isin(contents.keys, scan.keys)] for contents in stored.values()]
+    return len(np.unique(np.concatenate(beyond))) if beyond else 0
 
 
 def _compare(

@@ -18,6 +18,8 @@ from pipelines.extract import extract
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_estimate import dry_run
 from pipelines.extract_promote import QualityError
+from pipelines.extract_report import ActorWork, ExtractReport
+from pipelines.extract_save import as_markdown
 from pipelines.plan import ExtractPlan, plan_extraction
 from tests.extract_kit import RemovingStage, assert_same_stores, config_for, orphans, rows, stored_documents
 from tests.pipelines_sources import write_jsonl
@@ -25,7 +27,8 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-LONG = "The oak is tall. It grows slowly.\n\n" * 200
+LONG = "The oak is tall. It grows slowly.\n\n" * 600
+"""More tokens than the model has positions."""
 ROOT = Path(__file__).parent.parent
 
 
@@ -48,19 +51,25 @@ def test_two_nights(ray_cluster: None, tmp_path: Path, model_dir: Path) -> None:
         units_at_once=2,
     )
     texts = {"long": LONG, **{f"d{i}": f"The ash {i} is grey." for i in range(6)}}
+    assert config.spec().max_positions() == 4096
     write_jsonl(tmp_path / "corpus.jsonl", labelled({}, **texts))
     before = dry_run(config)
     assert (before.new, before.changed, before.seconds, before.tokens_are_counted) == (7, 0, None, True)
     first = extract(config)
     assert before.source_tokens == first.source_tokens
+    assert (before.not_in_corpus, before.beyond_context, before.positions) == (0, 1, 4096)
+    assert (first.beyond_context_documents, first.beyond_context) == (1, ["long"]), "no question can use it"
     check_report(config, first.run)
 
     grown = {**texts, "long": LONG + "And it fell.", "d6": "A new one."}
     del grown["d0"], grown["d1"]
     write_jsonl(tmp_path / "corpus.jsonl", labelled({"d2": "new"}, **grown))
+    assert dry_run(config).not_in_corpus == 2
     config = config.model_copy(update={"delete_missing": True})
     with pytest.raises(InputError, match="would remove 2 of 7 documents"):
         extract(config)
+    refused = dry_run(config.model_copy(update={"dry_run": True}))
+    assert refused.missing == 2 and "would remove 2 of 7" in str(refused.refusal), "and the counts are told"
     config = config.model_copy(update={"max_deleted_fraction": 0.5})
     plan = dry_run(config)
     assert (plan.new, plan.changed, plan.unchanged, plan.relabelled, plan.missing) == (1, 1, 4, 1, 2)
@@ -210,3 +219,19 @@ def test_jobs_at_once_and_jobs_that_divide_a_corpus_leave_one_row_each(
     assert_same_stores(config, halves[0])
     KVStore.open(config.store).gc(retention_s=0)
     assert orphans(config) == []
+
+
+def report(**fields: Any) -> ExtractReport:
+    told = {"run": "r", "store": "s", "namespace": "n", "hardware": "h", "sidecar": "trained"}
+    return ExtractReport(**told, fingerprints={4: "f"}, positions=10, documents=1, unchanged=0, **fields)
+
+
+def test_estimates_take_no_speed_of_a_moment() -> None:
+    work = {"a": ActorWork(units=2, source_tokens=5_000, busy_s=50.0)}
+    short = report(source_tokens=5_000, steady_tokens=2_000, steady_s=0.01, actors=work)
+    assert short.usual_tokens_per_s == 100.0, "units that end together are no speed"
+    assert "steady state" not in as_markdown(short)
+    steady = report(source_tokens=50_000, steady_tokens=40_000, steady_s=20.0, actors=work)
+    assert steady.usual_tokens_per_s == 2_000.0 and "steady state" in as_markdown(steady)
+    assert report(source_tokens=1_000, actors=work).usual_tokens_per_s is None, "too little to tell"
+    assert report(source_tokens=9_000, reused_tokens=8_500, actors=work).usual_tokens_per_s is None

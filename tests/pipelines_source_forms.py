@@ -12,6 +12,7 @@ from deltalake import DeltaTable, write_deltalake
 from c2kv_core.errors import ConfigError, CorpusError
 from c2kv_core.store import open_storage
 from pipelines.corpus import Columns, CorpusRow, corpus_files, read_rows
+from pipelines.corpus.scan import scan_corpus
 from pipelines.extract_config import ExtractConfig
 from pipelines.plan import corpus_documents
 from tests.pipelines_sources import EXPECTED, ROWS, write_jsonl
@@ -126,6 +127,16 @@ def test_metadata_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "c.parquet")
     with pytest.raises(CorpusError, match="row 1: metadata"):
         rows_of(tmp_path / "c.parquet")
+
+
+def test_a_metadata_column_that_no_document_has_is_refused(tmp_path: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"id": "a", "text": "A.", "lang": null}\n{"id": "b", "text": "B.", "year": 1}\n')
+    files = corpus_files(str(corpus))
+    assert scan_corpus(files, Columns(metadata=("lang", "year"))).documents == 2, "one document has each"
+    with pytest.raises(CorpusError, match=r"expected langs in the corpus.* none of its 2 documents has it"):
+        scan_corpus(files, Columns(metadata=("lang", "langs")))
+    assert scan_corpus(files, Columns(metadata=("year",)), limit=1).documents == 1, "the rest was not read"
 
 
 def test_columns_that_contradict_are_refused() -> None:

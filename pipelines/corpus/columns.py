@@ -20,7 +20,8 @@ class Columns(Config):
     """Null: there are no titles. A source may lack this column."""
     text: str = Field(default="text", min_length=1)
     metadata: tuple[str, ...] = ()
-    """Columns carried along as one JSON object a document, beside its text; text files have none."""
+    """Columns carried along as one JSON object a document, beside its text; text files have none. A document may lack
+    some of them, but each must be somewhere in the corpus."""
 
     @model_validator(mode="after")
     def _each_is_named_once(self) -> "Columns":
@@ -95,7 +96,7 @@ def checked(document: SourceDocument, where: str) -> SourceDocument:
 def _metadata(record: Mapping[str, Any], where: str, columns: Columns) -> str | None:
     if not columns.metadata:
         return None
-    values = {name: record.get(name) for name in columns.metadata}
+    values = {name: record[name] for name in columns.metadata if name in record}
     try:
         # Dates and decimals of a Parquet file become text.
         return json.dumps(values, sort_keys=True, default=str, allow_nan=False)

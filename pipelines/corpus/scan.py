@@ -1,5 +1,6 @@
 """One pass over a corpus: what each document is called, what it holds and where it stands, in a few bytes each."""
 
+import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -69,6 +70,8 @@ class Scan:
     """The first ``NAMED`` of those."""
     read: int
     """Documents that were read, those that ``keep`` left out among them."""
+    unseen_metadata: frozenset[str]
+    """Columns to be carried along that none of these has."""
 
     @property
     def documents(self) -> int:
@@ -89,6 +92,12 @@ class _Growing:
     empty: "array[int]" = field(default_factory=lambda: array("b"))
     empty_ids: list[str] = field(default_factory=list)
     read: int = 0
+    unseen_metadata: set[str] = field(default_factory=set)
+
+    def see(self, row: CorpusRow) -> None:
+        self.read += 1
+        if self.unseen_metadata and row.metadata is not None:
+            self.unseen_metadata -= json.loads(row.metadata).keys()
 
     def add(self, row: CorpusRow, file: int, number: int) -> None:
         doc_id, title, text = row.document
@@ -114,6 +123,7 @@ class _Growing:
             empty=np.asarray(self.empty, np.int8).astype(bool),
             empty_ids=tuple(self.empty_ids),
             read=self.read,
+            unseen_metadata=frozenset(self.unseen_metadata),
         )
 
 
@@ -135,7 +145,7 @@ def scan_corpus(
         processes: that read files at the same time; with a limit one reads them in turn.
 
     Raises:
-        CorpusError: an unreadable row, or an id that occurs twice.
+        CorpusError: an unreadable row, an id that occurs twice, or a column to be carried along that no document has.
         C2KVError: one of several processes died.
     """
     if processes == 1 or limit is not None or len(files) == 1:
@@ -152,15 +162,21 @@ def scan_corpus(
                     "lower plan_processes and run the command again"
                 ) from error
     _check_unique(scan, files, columns)
+    if limit is None and scan.read and scan.unseen_metadata:
+        # A slip of the pen would take the labels of every stored document away.
+        raise CorpusError(
+            f"expected {', '.join(sorted(scan.unseen_metadata))} in the corpus, as columns.metadata asks; none of its "
+            f"{scan.read:,} documents has it (null says that there is no value)"
+        )
     return scan
 
 
 def _scan(
     files: Sequence[CorpusFile], columns: Columns, limit: int | None, keep: Callable[[str], bool] | None
 ) -> Scan:
-    growing = _Growing()
+    growing = _Growing(unseen_metadata=set(columns.metadata))
     for file, number, row in islice(placed_rows(files, columns), limit):
-        growing.read += 1
+        growing.see(row)
         if keep is None or keep(row.document.doc_id):
             growing.add(row, file, number)
     return growing.finish()
@@ -172,7 +188,13 @@ def _joined(scans: Sequence[Scan]) -> Scan:
     columns = {name: np.concatenate([getattr(scan, name) for scan in scans]) for name in names}
     files = np.concatenate([np.full(scan.documents, place, np.uint32) for place, scan in enumerate(scans)])
     empty_ids = tuple(islice((doc_id for scan in scans for doc_id in scan.empty_ids), NAMED))
-    return Scan(**columns, files=files, empty_ids=empty_ids, read=sum(scan.read for scan in scans))
+    return Scan(
+        **columns,
+        files=files,
+        empty_ids=empty_ids,
+        read=sum(scan.read for scan in scans),
+        unseen_metadata=frozenset.intersection(*(scan.unseen_metadata for scan in scans)),
+    )
 
 
 def placed_rows(files: Sequence[CorpusFile], columns: Columns) -> Iterator[tuple[int, int, CorpusRow]]:
