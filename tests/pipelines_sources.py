@@ -90,6 +90,20 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_bad_rows_are_told_of_together(tmp_path: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"id": "a"}\n{"id": "b", "text": "B."}\n{broken\n[]\n')
+    with pytest.raises(
+        CorpusError, match=r"line 1: .*; .*line 3: broken JSON.*; .*line 4: expected an object"
+    ) as told:
+        plan_extraction(corpus, {4: Stored.of(())})
+    assert "\n" not in str(told.value) and "more" not in str(told.value)
+    corpus.write_text('{"id": "a"}\n' * 1000)
+    with pytest.raises(CorpusError, match=r"line 10: .*perhaps more") as told:
+        plan_extraction(corpus, {4: Stored.of(())})
+    assert "line 11" not in str(told.value)
+
+
 def test_bytes_that_are_no_text_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"ab\xff\xfe")
     with pytest.raises(CorpusError, match=r"bad\.txt, offset 2 of the text: expected UTF-8"):

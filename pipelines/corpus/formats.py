@@ -6,7 +6,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,17 +22,40 @@ _PARQUET_ROWS = 256
 """Rows that are held at a time."""
 
 
-def read_rows(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+OnBadRow = Callable[[CorpusError], None]
+_Record = tuple[str, Any]
+"""Where it stands, and what stands there; an error where that is nothing."""
+
+
+def read_rows(file: CorpusFile, columns: Columns, on_bad: OnBadRow | None = None) -> Iterator[CorpusRow]:
     """Documents of one file, in its order.
 
     A text file is one document: its id is the path below the corpus without suffix, its title the first line where
     that is a Markdown heading, else none.
 
+    Args:
+        file: of a corpus.
+        columns: which is what.
+        on_bad: is told of rows that are no documents, which are passed over; None ends with the first.
+
     Raises:
         CorpusError: unreadable, not of its form, or a row without id or text; names file and line.
     """
     try:
-        yield from _READERS[file.kind](file, columns)
+        if file.kind == "text":
+            yield _read_text(file)
+            return
+        for where, record in _READERS[file.kind](file, columns):
+            try:
+                if isinstance(record, CorpusError):
+                    raise record
+                row = row_of(record, where, columns)
+            except CorpusError as error:
+                if on_bad is None:
+                    raise
+                on_bad(error)
+                continue
+            yield row
     except (OSError, EOFError, zlib.error, pa.ArrowException, csv.Error) as error:
         raise CorpusError(f"cannot read {file}: {' '.join(str(error).split())}") from error
     except UnicodeDecodeError as error:
@@ -51,7 +74,7 @@ def _place_of(error: UnicodeDecodeError, file: CorpusFile) -> str:
     return str(file)
 
 
-def _read_text(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+def _read_text(file: CorpusFile) -> CorpusRow:
     with open_text(file, encoding=_UTF8) as opened:
         text = opened.read()
     first, _, rest = text.partition("\n")
@@ -59,10 +82,10 @@ def _read_text(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
     if first.startswith("# "):
         title, text = first[2:].strip(), rest
     doc_id = PurePosixPath(file.name).with_suffix("").as_posix()
-    yield CorpusRow(checked(SourceDocument(doc_id, title, text), ascii(file.path)), None)
+    return CorpusRow(checked(SourceDocument(doc_id, title, text), ascii(file.path)), None)
 
 
-def _read_parquet(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+def _read_parquet(file: CorpusFile, columns: Columns) -> Iterator[_Record]:
     constants = dict(file.constants)
     with open_file(file) as opened:
         parquet = pq.ParquetFile(opened)
@@ -73,10 +96,10 @@ def _read_parquet(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
         for batch in parquet.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
             for record in batch.to_pylist():
                 row += 1
-                yield row_of({**constants, **record}, f"{file}, row {row}", columns)
+                yield f"{file}, row {row}", {**constants, **record}
 
 
-def _read_csv(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+def _read_csv(file: CorpusFile, columns: Columns) -> Iterator[_Record]:
     # Python's own limit of 128 KiB a field is no limit of documents.
     csv.field_size_limit(sys.maxsize)
     with open_text(file, encoding=_UTF8, newline="") as lines:
@@ -85,11 +108,13 @@ def _read_csv(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
         for record in rows:
             where = f"{file}, line {rows.line_num}"
             if None in record or None in record.values():
-                raise CorpusError(f"{where}: expected {len(rows.fieldnames or ())} fields, got more or fewer")
-            yield row_of(record, where, columns)
+                many = len(rows.fieldnames or ())
+                yield where, CorpusError(f"{where}: expected {many} fields, got more or fewer")
+            else:
+                yield where, record
 
 
-def _read_jsonl(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
+def _read_jsonl(file: CorpusFile, columns: Columns) -> Iterator[_Record]:
     with open_text(file, encoding=_UTF8) as lines:
         for number, line in enumerate(lines, start=1):
             line = line.strip()
@@ -99,17 +124,16 @@ def _read_jsonl(file: CorpusFile, columns: Columns) -> Iterator[CorpusRow]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise CorpusError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+                record = CorpusError(f"{where}: broken JSON: {error.msg} at column {error.colno}")
             except (ValueError, RecursionError) as error:
-                raise CorpusError(f"{where}: JSON beyond what can be read: {error}") from error
-            yield row_of(record, where, columns)
+                record = CorpusError(f"{where}: JSON beyond what can be read: {error}")
+            yield where, record
 
 
-_READERS: dict[Kind, Callable[[CorpusFile, Columns], Iterator[CorpusRow]]] = {
+_READERS: dict[Kind, Callable[[CorpusFile, Columns], Iterator[_Record]]] = {
     "jsonl": _read_jsonl,
     "csv": _read_csv,
     "parquet": _read_parquet,
-    "text": _read_text,
 }
 
 

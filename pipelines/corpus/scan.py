@@ -17,11 +17,13 @@ from c2kv_core.errors import C2KVError, CorpusError
 from c2kv_core.text import content_hash
 from pipelines.corpus.columns import Columns, CorpusRow
 from pipelines.corpus.files import CorpusFile
-from pipelines.corpus.formats import read_rows
+from pipelines.corpus.formats import OnBadRow, read_rows
 
 KEY_BYTES = 16
 BYTES_PER_DOCUMENT = KEY_BYTES + 8 + 8 + 4 + 4 + 4
 """Of a scan: key, content, metadata, size, file and place in it."""
+TOLD = 10
+"""Rows that are no documents, told of together."""
 NAMED = 1000
 """Documents of a kind that are named; the others are counted."""
 
@@ -145,7 +147,7 @@ def scan_corpus(
         processes: that read files at the same time; with a limit one reads them in turn.
 
     Raises:
-        CorpusError: an unreadable row, an id that occurs twice, or a column to be carried along that no document has.
+        CorpusError: unreadable rows, an id that occurs twice, or a column to be carried along that no document has.
         C2KVError: one of several processes died.
     """
     if processes == 1 or limit is not None or len(files) == 1:
@@ -175,10 +177,12 @@ def _scan(
     files: Sequence[CorpusFile], columns: Columns, limit: int | None, keep: Callable[[str], bool] | None
 ) -> Scan:
     growing = _Growing(unseen_metadata=set(columns.metadata))
-    for file, number, row in islice(placed_rows(files, columns), limit):
+    bad = _BadRows()
+    for file, number, row in islice(placed_rows(files, columns, bad.add), limit):
         growing.see(row)
         if keep is None or keep(row.document.doc_id):
             growing.add(row, file, number)
+    bad.check()
     return growing.finish()
 
 
@@ -197,10 +201,29 @@ def _joined(scans: Sequence[Scan]) -> Scan:
     )
 
 
-def placed_rows(files: Sequence[CorpusFile], columns: Columns) -> Iterator[tuple[int, int, CorpusRow]]:
-    """Documents with the number of their file and their place in it, from 1."""
+class _BadRows:
+    """Rows that are no documents, so that all of them can be mended after one look at the corpus."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+
+    def add(self, error: CorpusError) -> None:
+        self._told.append(str(error))
+        if len(self._told) == TOLD:
+            self.check()
+
+    def check(self) -> None:
+        if self._told:
+            more = " (and perhaps more)" if len(self._told) == TOLD else ""
+            raise CorpusError("; ".join(self._told) + more)
+
+
+def placed_rows(
+    files: Sequence[CorpusFile], columns: Columns, on_bad: OnBadRow | None = None
+) -> Iterator[tuple[int, int, CorpusRow]]:
+    """Documents with the number of their file and their place in it, from 1; ``on_bad`` as for ``read_rows``."""
     for place, file in enumerate(files):
-        for number, row in enumerate(read_rows(file, columns), start=1):
+        for number, row in enumerate(read_rows(file, columns, on_bad), start=1):
             yield place, number, row
 
 
