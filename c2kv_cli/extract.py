@@ -111,14 +111,16 @@ def _print_plan(plan: DryRun, as_json: bool) -> None:
 def _print_beyond(out: Console, documents: int, positions: int) -> None:
     if documents:
         out.print(
-            f"{documents:,} documents have more tokens than the model has positions ({positions:,}): no question can "
-            "use them; cut them into several documents."
+            f"Longer than the model's {positions:,} positions, so that no question can use them: {documents:,} "
+            "of the documents; cut them into several."
         )
 
 
 def _print_gone(out: Console, documents: int | None) -> None:
     if documents:
-        out.print(f"{documents:,} stored documents are not in this corpus; --delete-missing removes such.")
+        out.print(
+            f"Stored and not in this corpus: {documents:,} of the documents; --delete-missing removes such."
+        )
 
 
 class Follow:

@@ -8,7 +8,8 @@ NAMED = 1000
 """Documents of a kind that are named; the others are counted."""
 SLOWEST = 10
 STEADY_S = 10.0
-"""So long must units have been finished one after another before their speed says something."""
+STEADY_UNITS = 6
+"""So long and so many units must have been finished one after another before their speed says something."""
 TELLING_TOKENS = 2_000
 """So many source tokens a run must have had before its speed says something about others."""
 
@@ -157,11 +158,16 @@ class ExtractReport:
         return self.steady_tokens / self.steady_s if self.steady_s else 0.0
 
     @property
+    def was_steady(self) -> bool:
+        """Whether ``steady_tokens_per_s`` means something."""
+        return self.steady_s >= STEADY_S and sum(work.units for work in self.actors.values()) >= STEADY_UNITS
+
+    @property
     def usual_tokens_per_s(self) -> float | None:
         """For estimates: the steady speed, of a short run that of its busy actors; None with hardly any tokens."""
         if self.source_tokens - self.reused_tokens < TELLING_TOKENS:
             return None
-        if self.steady_s >= STEADY_S:
+        if self.was_steady:
             return self.steady_tokens_per_s
         return sum(work.tokens_per_s for work in self.actors.values()) or None
 

@@ -6,7 +6,7 @@ from c2kv_core.config import to_yaml
 from c2kv_core.store import open_storage, require_store
 from c2kv_core.store.failures import as_store_error
 from pipelines.extract_config import ExtractConfig
-from pipelines.extract_report import STEADY_S, ExtractReport
+from pipelines.extract_report import ExtractReport
 
 SHOWN = 20
 """Rows of a table for people."""
@@ -96,7 +96,7 @@ def _figures(report: ExtractReport) -> list[tuple[str, str | None]]:
         (
             "steady state",
             f"{report.steady_s:,.1f} s, {report.steady_tokens_per_s:,.0f} tokens/s"
-            if report.steady_s >= STEADY_S
+            if report.was_steady
             else None,
         ),
         ("CPU, GPU", f"{report.cpu_s:,.1f} s, {report.gpu_s:,.1f} s"),

@@ -231,6 +231,9 @@ def test_estimates_take_no_speed_of_a_moment() -> None:
     short = report(source_tokens=5_000, steady_tokens=2_000, steady_s=0.01, actors=work)
     assert short.usual_tokens_per_s == 100.0, "units that end together are no speed"
     assert "steady state" not in as_markdown(short)
+    few = report(source_tokens=50_000, steady_tokens=40_000, steady_s=20.0, actors=work)
+    assert few.usual_tokens_per_s == 100.0, "two units, of which one began long before the other ended"
+    work = {"a": ActorWork(units=9, source_tokens=50_000, busy_s=50.0)}
     steady = report(source_tokens=50_000, steady_tokens=40_000, steady_s=20.0, actors=work)
     assert steady.usual_tokens_per_s == 2_000.0 and "steady state" in as_markdown(steady)
     assert report(source_tokens=1_000, actors=work).usual_tokens_per_s is None, "too little to tell"
