@@ -22,6 +22,9 @@ from serve_app.slot_memory import SlotMemory
 
 logger = logging.getLogger(__name__)
 
+_QUIET = 2
+"""So many times the age at which a look is due, what is known is too old to answer by while a new look goes on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Edition:
@@ -57,6 +60,10 @@ class _Pointer:
     looked_s: float = float("-inf")
     """When the last look ended, by the monotonic clock."""
     looking: "Future[Served | None] | None" = None
+    began_s: float = float("-inf")
+    """When it was asked for."""
+    failed: bool = False
+    """Whether the last look that ended did: while a store fails, nobody waits for it until a look has succeeded."""
 
 
 class Editions:
@@ -69,8 +76,9 @@ class Editions:
             editions: at least one; the first serves namespaces in which nothing was promoted.
             uri: of the store.
             refresh_s: age of what is known, in seconds, after which it is looked up anew.
-            patience_s: longest wait of a request, in seconds, for the first look at what its namespace is served by: a
-                slow store must not bring back what was replaced, each time a replica starts.
+            patience_s: longest wait of a request, in seconds, for a look at what its namespace is served by where none
+                has ended for long: neither the start of a replica nor a namespace that nobody asked in must bring back
+                what was replaced.
         """
         self.all = editions
         self._by_fingerprint = {edition.fingerprint: edition for edition in editions}
@@ -86,21 +94,30 @@ class Editions:
         """The edition of a fingerprint that ``of`` gave."""
         return self._by_fingerprint[fingerprint]
 
-    def of(self, namespace: str) -> Edition:
-        """What a namespace is served by, as of the last look; a store that does not answer changes nothing."""
+    def of(self, namespace: str, *, most_s: float = float("inf")) -> Edition:
+        """What a namespace is served by, as of the last look; a store that does not answer changes nothing.
+
+        Args:
+            namespace: of the request.
+            most_s: longest wait, in seconds, where less than the patience.
+        """
         if len(self.all) == 1:
             return self.all[0]
         with self._lock:
             pointer = self._pointers.setdefault(namespace, _Pointer(edition=self.all[0]))
-            stale = time.monotonic() - pointer.looked_s >= self._refresh_s
-            if stale and pointer.looking is None:
+            now_s = time.monotonic()
+            age_s = now_s - pointer.looked_s
+            if age_s >= self._refresh_s and pointer.looking is None:
+                pointer.began_s = now_s
                 pointer.looking = self._looks.submit(served, self._uri, namespace)
                 pointer.looking.add_done_callback(lambda look: self._seen(namespace, look))
             looking = pointer.looking
-            first = pointer.looked_s == float("-inf")
-        if first and looking is not None:
+            waits = age_s >= _QUIET * self._refresh_s and not pointer.failed
+            # All who come while a look goes on wait until the same moment, and whoever comes after it not at all.
+            left_s = min(most_s, pointer.began_s + self._patience_s - now_s)
+        if waits and looking is not None and left_s > 0:
             try:
-                looking.exception(self._patience_s)
+                looking.exception(left_s)
             except NotYetError:
                 pass
             else:
@@ -121,6 +138,7 @@ class Editions:
             pointer.looking = None
             pointer.looked_s = time.monotonic()
             error = look.exception()
+            pointer.failed = error is not None
             if error is None:
                 self._follow(namespace, pointer, look.result())
             elif isinstance(error, C2KVError):

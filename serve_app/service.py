@@ -133,7 +133,8 @@ class ChatService:
 
     def _plan(self, request: AnyRequest, caller: Caller, deadline_s: float) -> tuple[Job, FindTiming]:
         """The job, and how long it took to find the documents."""
-        edition = self._editions.of(caller.namespace)
+        most_s = _FETCH_SHARE * (deadline_s - time.monotonic())
+        edition = self._editions.of(caller.namespace, most_s=most_s)
         if request.c2kv.ratio not in (None, edition.ratio):
             raise bad_request(
                 f"expected c2kv.ratio {edition.ratio}, the one served here, got {request.c2kv.ratio}",

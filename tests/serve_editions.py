@@ -217,11 +217,40 @@ def test_a_fresh_replica_waits_for_a_slow_store_to_say_what_is_served(
     assert told(service)[0] == fingerprints(two)[1]
 
 
+def test_the_first_request_of_a_quiet_namespace_follows_a_promotion(two: World, service: ChatService) -> None:
+    """However long ago it was: nobody asked since, so nobody has looked."""
+    old, new = fingerprints(two)
+    for fingerprint in (old, new, old):
+        promote(two.store, "default", fingerprint)
+        assert told(service)[0] == fingerprint
+
+
+def test_a_look_that_is_hardly_due_holds_no_request(
+    two: World, service: ChatService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    editions = service._editions
+    assert editions.of("default") is editions.all[0]
+    monkeypatch.setattr(editions, "_refresh_s", 60)
+    editions._pointers["default"].looked_s -= 61
+    promote(two.store, "default", fingerprints(two)[1])
+    goes_on = threading.Event()
+
+    def slow(uri: str, namespace: str) -> Any:
+        assert goes_on.wait(60)
+        return served(uri, namespace)
+
+    monkeypatch.setattr(edition_module, "served", slow)
+    assert editions.of("default") is editions.all[0]
+    goes_on.set()
+    wait_until(lambda: editions.of("default") is editions.all[1], what="the new identity")
+
+
 def test_a_store_that_does_not_answer_changes_nothing(
     two: World, service: ChatService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = fingerprints(two)
     assert told(service)[0] == old
+    monkeypatch.setattr(service._editions, "_patience_s", 0.3)  # waited for once, not by each
     answered = threading.Event()
 
     def silent(uri: str, namespace: str) -> None:
@@ -231,6 +260,30 @@ def test_a_store_that_does_not_answer_changes_nothing(
     monkeypatch.setattr(edition_module, "served", silent)
     assert [told(service)[0] for _ in range(3)] == [old] * 3
     answered.set()
+    monkeypatch.undo()
+    promote(two.store, "default", new)
+    wait_until(lambda: told(service)[0] == new, what="the new identity")
+
+
+def test_a_store_that_fails_holds_one_request_and_not_each(
+    two: World, service: ChatService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = fingerprints(two)
+    editions = service._editions
+    goes_on = threading.Event()
+
+    def failing(uri: str, namespace: str) -> None:
+        goes_on.wait(60)
+        raise StoreError("cannot list served/: it does not answer")
+
+    goes_on.set()
+    monkeypatch.setattr(edition_module, "served", failing)
+    editions.of("default")  # waits, and learns that the store fails
+    wait_until(lambda: editions._pointers["default"].looking is None, what="the end of the look")
+    goes_on.clear()
+    monkeypatch.setattr(editions, "_patience_s", 3600)
+    assert [told(service)[0] for _ in range(3)] == [old] * 3
+    goes_on.set()
     monkeypatch.undo()
     promote(two.store, "default", new)
     wait_until(lambda: told(service)[0] == new, what="the new identity")
