@@ -1,6 +1,5 @@
 """The ingress deployment: the HTTP API over deployment handles."""
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,10 +8,10 @@ from ray.exceptions import TaskCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.access_log import LOGGER_NAME
 from serve_app.api import create_api
 from serve_app.config import ServeConfig
 from serve_app.generator_client import HandleClient
+from serve_app.serve_logs import log_with_serve
 from serve_app.store_watch import StoreWatch
 
 
@@ -26,8 +25,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after ``__init__``."""
-        client = HandleClient(self._generator, retry_after_s=self._config.retry_after_s)
         log_with_serve()
+        client = HandleClient(self._generator, retry_after_s=self._config.retry_after_s)
         api = create_api(self._config, client, StoreWatch(self._config.store), ids_echoed_outside=True)
         api.add_middleware(Disconnects)
         return api
@@ -49,18 +48,3 @@ class Disconnects:
                 return {"type": "http.disconnect"}
 
         await self._app(scope, receiving, send)
-
-
-class _ToServe(logging.Handler):
-    """Hands records to Serve's logger, whatever its handlers are by then: a change of logging_config replaces them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        logging.getLogger("ray.serve").handle(record)
-
-
-def log_with_serve() -> None:
-    """Write access lines into the log file of this replica, where Serve's own lines go."""
-    logger = logging.getLogger(LOGGER_NAME)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.handlers = [_ToServe()]

@@ -13,12 +13,14 @@ from serve_app.events import DoneEvent, ReplicaEvent, Reply, error_event
 from serve_app.loading import load_service
 from serve_app.metrics import RaySink, Recorder
 from serve_app.protocol import AnyRequest, DocumentBody
+from serve_app.serve_logs import log_with_serve
 
 
 class Generator:
     """Makes answers. Serve routes to it only after ``__init__``, that is, with weights loaded and the store probed."""
 
     def __init__(self, config: ServeConfig) -> None:
+        log_with_serve()
         self._recorder = Recorder(RaySink())
         self._service, self._engine = load_service(config, self._recorder)
 

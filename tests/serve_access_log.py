@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,6 @@ def test_lines_are_in_the_log_files_of_serves_replicas(endpoint: Running) -> Non
     assert found()[made[0]]["code"] == "document_not_found"
     for file in folder.glob("replica_*"):
         assert "a-secret-id" not in file.read_text(), file
+    # What the generator's loggers say is where operators look for it, in Serve's form.
+    said = [line for file in folder.glob("replica_*Generator*") for line in file.read_text().splitlines()]
+    assert any(re.match(r"WARNING 20\S+ \S+ .* -- the sidecar for .* is untrained", line) for line in said)
