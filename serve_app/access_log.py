@@ -141,8 +141,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, noting)
         finally:
-            # The same mark as Serve's own lines, so that its enable_access_log turns off both.
-            _logger.info("%s", access.line(_template(scope)), extra={"serve_access_log": True})
+            # Without the mark of Serve's own lines, which enable_access_log turns off.
+            _logger.info("%s", access.line(_template(scope)))
 
 
 def _template(scope: Scope) -> str | None:

@@ -57,6 +57,8 @@ def bind(config: ServeConfig) -> Application:
         # Answers pass through the ingress, so it must outlive the generators' draining.
         graceful_shutdown_timeout_s=config.drain_s + DRAIN_MARGIN_S,
         ray_actor_options={"num_cpus": _INGRESS_CPUS},
+        # It has an access log of its own, which says more of each request.
+        logging_config={"enable_access_log": False},
     )(Ingress)
     return ingress.bind(config, generator.bind(config))
 

@@ -65,6 +65,9 @@ class ServeConfig(Config):
     allow_anonymous: bool = False
     """Answer requests without a key too, in ``namespace``, wherever they come from."""
 
+    access_log: bool = True
+    """One line of JSON for each request in the log of the ingress's replica."""
+
     num_replicas: int = Field(default=1, ge=1)
     """Replicas of the generator, each with its own model; the fewest, where ``max_replicas`` lets their number grow."""
     max_replicas: int | None = Field(default=None, ge=1)

@@ -25,7 +25,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after ``__init__``."""
-        log_with_serve()
+        log_with_serve(access=self._config.access_log)
         client = HandleClient(self._generator, retry_after_s=self._config.retry_after_s)
         api = create_api(self._config, client, StoreWatch(self._config.store), ids_echoed_outside=True)
         api.add_middleware(Disconnects)

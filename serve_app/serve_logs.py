@@ -17,10 +17,15 @@ class _ToServe(logging.Handler):
             serves.handle(record)
 
 
-def log_with_serve() -> None:
-    """Write what this process has to say, from INFO on, where operators of Serve look for it."""
+def log_with_serve(*, access: bool = True) -> None:
+    """Write what this process has to say, from INFO on, where operators of Serve look for it.
+
+    Args:
+        access: the lines of the access log too.
+    """
     for name in _OWN:
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False
         logger.handlers = [_ToServe()]
+    logging.getLogger(LOGGER_NAME).disabled = not access

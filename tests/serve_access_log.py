@@ -23,6 +23,7 @@ from serve_app.ingress import Disconnects
 from serve_app.launch import Running
 from serve_app.loading import load_service
 from serve_app.protocol import AnyRequest
+from serve_app.serve_logs import log_with_serve
 from serve_app.store_watch import StoreWatch
 from tests.serve_local import LocalClient, client, local_api, send
 from tests.serve_support import World, ask_body, make_world, wait_until
@@ -272,6 +273,38 @@ def test_failures_are_told_also_after_the_header(
     assert line["request_id"] == answer.headers["x-request-id"]
 
 
+@pytest.fixture
+def own_loggers() -> Iterator[None]:
+    """Afterwards as they were."""
+    loggers = [logging.getLogger(name) for name in ("serve_app", "c2kv_core", LOGGER_NAME, "ray.serve")]
+    were = [(each.handlers, each.level, each.propagate, each.disabled) for each in loggers]
+    yield
+    for logger, (handlers, level, propagate, disabled) in zip(loggers, were, strict=True):
+        logger.handlers, logger.propagate, logger.disabled = handlers, propagate, disabled
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("access", "level", "expected"),
+    [
+        (True, "INFO", ["a line", "a remark"]),
+        (False, "INFO", ["a remark"]),
+        (True, "WARNING", []),
+    ],
+)
+def test_own_loggers_write_to_serves_as_configured(
+    own_loggers: None, access: bool, level: str, expected: list[str]
+) -> None:
+    keeping, serves = _Keeping(), logging.getLogger("ray.serve")
+    serves.handlers = [keeping]
+    serves.setLevel(level)
+    log_with_serve(access=access)
+    logging.getLogger(LOGGER_NAME).info("a line")
+    logging.getLogger("serve_app.keys").info("a remark")
+    logging.getLogger("serve_app.keys").debug("a detail")
+    assert [record.getMessage() for record in keeping.records] == expected
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_lines_are_in_the_log_files_of_serves_replicas(endpoint: Running) -> None:
@@ -294,6 +327,9 @@ def test_lines_are_in_the_log_files_of_serves_replicas(endpoint: Running) -> Non
         return {line["request_id"]: line for line in parsed}
 
     wait_until(lambda: {"given-by-a-client", made[0], own_id} <= found().keys(), what="the lines")
+    # Serve's own line does not say it once more.
+    ingress = "".join(file.read_text() for file in folder.glob("replica_*Ingress*"))
+    assert ingress.count(made[0]) == 2  # in the prefix and in the line
     line = found()["given-by-a-client"]
     assert (line["outcome"], line["completion_tokens"], line["stream"]) == ("finished", 3, True)
     assert found()[made[0]]["code"] == "document_not_found"
