@@ -8,8 +8,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from c2kv_cli.options import ConfigFile, Overrides, resolve
+from c2kv_core.errors import InputError
+from pipelines.ray_session import WORKER_PORTS, places_of_this_node, ray_session
 from serve_app.config import ServeConfig
 from serve_app.keys import check_keys
+from serve_app.launch import check_port_free
 
 
 def serve(
@@ -29,6 +32,10 @@ def serve(
         str, typer.Option(help="Address to listen on; others than this machine's need keys.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="Port of this machine's Prometheus metrics; by default any that is free."),
+    ] = None,
 ) -> None:
     """Serve answers over a store's documents at /v1/chat/completions, until Ctrl-C."""
     settings = resolve(
@@ -42,40 +49,52 @@ def serve(
         namespace=namespace,
         keys_file=keys_file,
     )
-    run(settings, host=host, port=port)
+    run(settings, host=host, port=port, metrics_port=metrics_port)
 
 
-def run(config: ServeConfig, *, host: str, port: int) -> None:
+def run(config: ServeConfig, *, host: str, port: int, metrics_port: int | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then stop all that was started.
 
     Raises:
         InputError: a subclass that says what cannot be used; nothing has been started then.
         C2KVError: the application could not be brought up.
     """
-    from serve_app.launch import check_port_free, start
+    from serve_app.launch import start
     from serve_app.probe import probe
 
     check_keys(config, host)
     check_port_free(host, port)
+    if metrics_port is not None:
+        _check_metrics_port(metrics_port)
     found = probe(config)
     for remark in found.remarks(config):
         _say(f"note: {remark}")
     _say(f"starting {config.model_id} over {found.documents} documents of {config.store} ...")
 
-    from pipelines.ray_session import ray_session
-
-    with ray_session() as started_ray:
+    with ray_session(metrics_port=metrics_port) as started_ray:
         # Ray puts its own handler in place when it starts, which would leave Serve's processes to themselves.
         signal.signal(signal.SIGTERM, _interrupt)
         running = start(config, host=host, port=port)
         try:
             _say(f"ready: {running.url}/v1 (model {config.model_id}); stop with Ctrl-C")
+            places = places_of_this_node()
+            _say(f"metrics: {places.metrics_url}")
+            _say(f"logs: {places.logs / 'serve'}")
             with suppress(KeyboardInterrupt):
                 while True:
                     signal.pause()
             _say("stopping: answers that have begun are finished first")
         finally:
             running.stop(ray_stops_too=started_ray)
+
+
+def _check_metrics_port(port: int) -> None:
+    if port in WORKER_PORTS:
+        raise InputError(
+            f"expected a metrics port outside {WORKER_PORTS[0]}-{WORKER_PORTS[-1]}, where Ray's workers listen, "
+            f"got {port}"
+        )
+    check_port_free("0.0.0.0", port, option="--metrics-port")  # Ray listens on all addresses
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

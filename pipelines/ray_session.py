@@ -5,11 +5,19 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from c2kv_core.errors import InputError
 
 OBJECT_STORE_BYTES = 300 * 2**20
 """Object store of a Ray started here. Slots never pass through it; only small rows do."""
 MIN_LOGICAL_CPUS = 4
 """With fewer, the actors of a streaming job can hold every CPU and its reads never start."""
+
+WORKER_PORTS = range(10_002, 20_000)
+"""Where Ray's workers listen."""
 
 SERVE_VARIABLES = {
     # Serve's replicas talk gRPC with each other instead of through Ray's objects, and on one event loop instead of
@@ -22,7 +30,9 @@ SERVE_VARIABLES = {
 
 
 @contextmanager
-def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> Iterator[bool]:
+def ray_session(
+    *, num_cpus: int | None = None, log_to_driver: bool = False, metrics_port: int | None = None
+) -> Iterator[bool]:
     """Ray for the time of a ``with`` block.
 
     Joins the cluster of ``RAY_ADDRESS`` (set inside a submitted job), or one this process has joined already;
@@ -32,10 +42,19 @@ def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> 
     Args:
         num_cpus: logical CPUs of a cluster started here; at least 4 by default.
         log_to_driver: show what actors print.
+        metrics_port: where a node started here gives its Prometheus metrics; any free port by default.
+
+    Raises:
+        InputError: a metrics port for a cluster that is joined.
     """
     # Explicit, because the defaults send usage data and depend on a leftover token file.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     joins = bool(os.environ.get("RAY_ADDRESS"))
+    if joins and metrics_port is not None:
+        raise InputError(
+            f"expected no metrics port for a Ray that runs already, got {metrics_port}; give it to its nodes: "
+            "`ray start --metrics-export-port`"
+        )
     if not joins:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         # Remarks of Ray's own processes about normal things; its log files keep what matters.
@@ -54,14 +73,14 @@ def ray_session(*, num_cpus: int | None = None, log_to_driver: bool = False) -> 
         if joins:
             ray.init(log_to_driver=log_to_driver)
         else:
-            _start(num_cpus, log_to_driver)
+            _start(num_cpus, log_to_driver, metrics_port)
         try:
             yield not joins
         finally:
             ray.shutdown()
 
 
-def _start(num_cpus: int | None, log_to_driver: bool) -> None:
+def _start(num_cpus: int | None, log_to_driver: bool, metrics_port: int | None) -> None:
     import ray
 
     ray.init(
@@ -71,5 +90,6 @@ def _start(num_cpus: int | None, log_to_driver: bool) -> None:
         include_dashboard=False,
         log_to_driver=log_to_driver,
         logging_level=logging.ERROR,
+        _metrics_export_port=metrics_port,
         _system_config={"metrics_report_interval_ms": 60_000},
     )

@@ -14,6 +14,12 @@ from serve_app.errors import INTERNAL, ApiError, Fault, bad_request
 
 logger = logging.getLogger(__name__)
 
+_HINTS = {
+    "/metrics": "not here, but on each node's Prometheus port, through Ray; `c2kv serve` prints its address and takes "
+    "--metrics-port",
+}
+"""What else than "not found" is to be said of paths that do not exist."""
+
 
 def add_error_handlers(api: FastAPI) -> None:
     """Every error leaves as JSON with a stable code."""
@@ -31,7 +37,8 @@ def add_error_handlers(api: FastAPI) -> None:
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        message = f"{request.method} {path}: {_HINTS.get(path, error.detail)}"
         response = _error_response(request, Fault(status=error.status_code, code=code, message=message))
         if error.status_code == 405:
             response.headers["Allow"] = ", ".join(sorted(_methods(request)))

@@ -51,8 +51,13 @@ class Running:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
-def check_port_free(host: str, port: int) -> None:
+def check_port_free(host: str, port: int, *, option: str = "--port") -> None:
     """Find out before anything is started.
+
+    Args:
+        host: address to listen on.
+        port: of the address.
+        option: by which another one can be chosen.
 
     Raises:
         PortInUseError: something listens there, or the address is not this machine's.
@@ -65,7 +70,7 @@ def check_port_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise PortInUseError(f"port {port} is in use; choose another with --port") from error
+                raise PortInUseError(f"port {port} is in use; choose another with {option}") from error
             raise PortInUseError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         except OverflowError as error:
             raise PortInUseError(f"expected a port of 0 to 65535, got {port}") from error

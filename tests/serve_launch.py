@@ -20,7 +20,7 @@ from serve_app import app
 from serve_app.config import DRAIN_MARGIN_S, ServeConfig
 from serve_app.launch import PortInUseError, check_port_free
 from serve_app.probe import probe
-from tests.serve_support import DOCUMENTS, World, ask_body, free_port
+from tests.serve_support import DOCUMENTS, World, ask_body, free_port, wait_until
 from tests.tiny_models import save_tiny_model
 
 pytest_plugins = ["tests.serve_support"]
@@ -97,6 +97,21 @@ def test_builder_takes_the_strings_of_serve_run() -> None:
     assert isinstance(app.build({"store": "x", "ratio": "8", "num_replicas": "2"}), Application)
 
 
+def test_a_metrics_port_that_cannot_be_had_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = world.config()
+    ports: Any = {"host": "127.0.0.1", "port": free_port()}
+    with pytest.raises(InputError, match="outside 10002-19999, where Ray's workers listen, got 12000"):
+        run(config, **ports, metrics_port=12_000)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        with pytest.raises(PortInUseError, match="choose another with --metrics-port"):
+            run(config, **ports, metrics_port=taken.getsockname()[1])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(InputError, match="ray start --metrics-export-port"):
+        run(config, **ports, metrics_port=free_port())
+
+
 def test_bound_application_reads_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "serve.yaml").write_text("store: somewhere\n")
     monkeypatch.setenv(app.CONFIG_VARIABLE, str(tmp_path / "serve.yaml"))
@@ -125,11 +140,12 @@ def wait_for_line(process: "subprocess.Popen[str]", start: str) -> str:
 @pytest.mark.ray_cli
 @pytest.mark.slow
 def test_command_serves_until_it_is_told_to_stop(world: World, tmp_path: Path) -> None:
-    port = free_port()
+    port, metrics_port = free_port(), free_port()
     (tmp_path / "serve.yaml").write_text(
         json.dumps({"model": world.model, "served_model_name": "tiny", "store": "overridden"})
     )
     flags = ["--config", str(tmp_path / "serve.yaml"), "--store", world.store, "--port", str(port)]
+    flags += ["--metrics-port", str(metrics_port)]
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, "serve", *flags, "default_max_new_tokens=4"],
         stdout=subprocess.PIPE,
@@ -141,6 +157,11 @@ def test_command_serves_until_it_is_told_to_stop(world: World, tmp_path: Path) -
     )
     try:
         assert f"http://127.0.0.1:{port}/v1" in wait_for_line(process, "ready: ")
+        metrics = wait_for_line(process, "metrics: ").split()[1]
+        assert metrics.endswith(f":{metrics_port}/metrics")
+        wait_until(lambda: "ray_" in httpx.get(metrics, timeout=10).text, what="metrics")
+        logs = Path(wait_for_line(process, "logs: ").split()[1])
+        assert list(logs.glob("replica_*Generator*"))
         answer = httpx.post(
             f"http://127.0.0.1:{port}/v1/chat/completions", json=ask_body(["oak"]), timeout=60
         )

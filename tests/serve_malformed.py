@@ -214,3 +214,8 @@ def test_lengths_that_do_not_fit_the_body_hurt_nobody_else(port: int) -> None:
     raw(port, f"Content-Length: {len(body) + 5}", body, ends=True)
     well = raw(port, f"Content-Length: {len(body)}\r\nContent-Type: application/json", body)
     assert status(well) == 200
+
+
+def test_who_asks_the_endpoint_for_metrics_is_told_where_they_are(api: FastAPI) -> None:
+    answer = send(api, "GET", "/metrics")
+    assert answer.status_code == 404 and "each node's Prometheus port" in answer.json()["error"]["message"]
