@@ -185,9 +185,10 @@ def _add_documents(api: FastAPI, config: ServeConfig, client: GeneratorClient, d
 
     for route in api.routes:
         if isinstance(route, Route) and route.path == _DOCUMENT:
-            # Ids may hold line breaks. Not by a convertor of our own, which Serve's proxy, which knows routes by
-            # their templates, would not have.
-            route.path_regex = re.compile(route.path_regex.pattern, re.DOTALL)
+            # Ids may hold line breaks, and none is empty. Not by a convertor of our own, which Serve's proxy, which
+            # knows routes by their templates, would not have.
+            pattern = route.path_regex.pattern.replace("(?P<doc_id>.*)", "(?P<doc_id>.+)")
+            route.path_regex = re.compile(pattern, re.DOTALL)
 
 
 def _add_states(

@@ -1,11 +1,12 @@
 """Documents that clients put, look at and delete, inside a replica and without Ray."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -48,6 +49,8 @@ class DocumentStatus(TypedDict):
     """Of the stored record."""
     created_at: str
     """ISO 8601, UTC."""
+    metadata: NotRequired[dict[str, Any]]
+    """What extraction carried along with the text; only when a document that has any is looked at."""
 
 
 class DocumentDeleted(TypedDict):
@@ -188,7 +191,10 @@ class DocumentService:
             row = edition.store.lookup([doc_id], namespace=namespace)[doc_id]
             if isinstance(row, IndexRow):
                 text = edition.store.text([doc_id], namespace=namespace).get(doc_id)
-                return _status(edition, row, text.title if text is not None else "")
+                status = _status(edition, row, text.title if text is not None else "")
+                if text is not None and text.metadata:
+                    status["metadata"] = json.loads(text.metadata)
+                return status
         raise unknown_document(doc_id)
 
 

@@ -14,7 +14,10 @@ from serve_app.errors import INTERNAL, ApiError, Fault, bad_request
 
 logger = logging.getLogger(__name__)
 
+_NO_LIST = "no list of documents is given; /v1/documents/{id} is one of them"
 _HINTS = {
+    "/v1/documents": _NO_LIST,
+    "/v1/documents/": _NO_LIST,
     "/metrics": "not here, but on each node's Prometheus port, through Ray; `c2kv serve` prints its address and takes "
     "--metrics-port",
 }

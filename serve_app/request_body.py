@@ -150,6 +150,9 @@ def _first_fault(kind: type[BaseModel], fault: ErrorDetails) -> ApiError:
         return bad_request(f"missing {param!r}, which is required", param=param)
     # pydantic puts "Value error, " before our own messages.
     text = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "model_type":  # which would name a class of ours
+        is_document = fault["ctx"]["class_name"] == DocumentRef.__name__
+        text = "expected an object" + (" with `id` or `text`" if is_document else "")
     message = f"{param}: {text[0].lower()}{text[1:]}" if param else text
     if not isinstance(fault["input"], dict | list | BaseModel):
         message += f", got {fault['input']!r:.100}"

@@ -100,6 +100,18 @@ def test_bad_values_are_refused_where_they_are(fields: dict[str, Any], param: st
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"documents": [5]}, "documents.0: expected an object with `id` or `text`, got 5"),
+        ({"documents": [["a"]]}, "documents.0: expected an object with `id` or `text`"),
+        ({"messages": ["a"]}, "messages.0: expected an object, got 'a'"),
+    ],
+)
+def test_what_is_no_object_is_told_what_to_be(fields: dict[str, Any], message: str) -> None:
+    assert refused(**fields).message == message
+
+
+@pytest.mark.parametrize(
     ("fields", "wrong", "near"),
     [
         ({"c2kv": {"on_mising": "skip"}}, "on_mising", "on_missing"),

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -68,6 +69,20 @@ def test_a_document_is_put_asked_about_and_deleted(api: FastAPI, own: World, doc
     for response in (call(api, "GET", doc_id), call(api, "DELETE", doc_id), ask(api, [doc_id])):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "document_not_found")
     assert own.open_store().text([doc_id], namespace="default") == {}
+
+
+def test_what_extraction_carried_along_with_a_document_is_told(own: World, api: FastAPI) -> None:
+    text = own.open_store().text(["ash"], namespace="default")["ash"]
+    assert "metadata" not in call(api, "GET", "ash").json()
+    own.open_store().put([], texts=[replace(text, metadata='{"year": 1987}')])
+    assert call(api, "GET", "ash").json()["metadata"] == {"year": 1987}
+
+
+@pytest.mark.parametrize("path", ["/v1/documents", "/v1/documents/"])
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_there_is_no_list_of_documents(api: FastAPI, method: str, path: str) -> None:
+    answer = send(api, method, path, {"text": "x"})
+    assert answer.status_code == 404 and "/v1/documents/{id}" in answer.json()["error"]["message"]
 
 
 def test_the_same_again_is_left_alone_and_a_change_replaces_it(api: FastAPI, own: World) -> None:
