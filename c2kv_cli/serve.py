@@ -69,7 +69,8 @@ def run(config: ServeConfig, *, host: str, port: int, metrics_port: int | None =
     found = probe(config)
     for remark in found.remarks(config):
         _say(f"note: {remark}")
-    _say(f"starting {config.model_id} over {found.documents} documents of {config.store} ...")
+    spread = f" in {found.namespaces} namespaces" if found.namespaces > 1 else ""
+    _say(f"starting {config.model_id} over {found.documents} documents{spread} of {config.store} ...")
 
     with ray_session(metrics_port=metrics_port) as started_ray:
         # Ray puts its own handler in place when it starts, which would leave Serve's processes to themselves.

@@ -11,7 +11,16 @@ from rich.table import Table
 from c2kv_cli.options import AsJson, print_json
 from c2kv_core.errors import InputError, StoreError
 from c2kv_core.identity import Identity
-from c2kv_core.store import DeadLetters, GcReport, IndexRow, KVStore, Totals, history, promote
+from c2kv_core.store import (
+    DeadLetters,
+    GcReport,
+    IndexRow,
+    KVStore,
+    Totals,
+    history,
+    promote,
+    promoted_namespaces,
+)
 
 app = typer.Typer(help="List, show, verify and clean up a store.", no_args_is_help=True)
 
@@ -69,20 +78,20 @@ def ls(
 
 
 @app.command("served")
-def served(
-    uri: Uri,
-    namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
-    as_json: AsJson = False,
-) -> None:
-    """What was made the served fingerprint of a namespace, when, by whom and why; the last one counts."""
-    entries = history(uri, namespace)
+def served(uri: Uri, namespace: Namespace = None, as_json: AsJson = False) -> None:
+    """What was made the served fingerprint of each namespace, when, by whom and why; the last one counts."""
+    names = promoted_namespaces(uri) if namespace is None else [namespace]
+    histories = {name: history(uri, name) for name in names}
     if as_json:
-        print_json({"uri": uri, "namespace": namespace, "history": [asdict(entry) for entry in entries]})
+        print_json({"uri": uri, "namespaces": {n: [asdict(e) for e in h] for n, h in histories.items()}})
         return
-    if not entries:
-        typer.echo(f"nothing was promoted in {namespace!r}: servers go by their own configuration")
-    for entry in entries:
-        typer.echo(f"{entry.version}\t{entry.fingerprint[:12]}\t{entry.at}\t{entry.by}\t{entry.reason}")
+    if not any(histories.values()):
+        where = uri if namespace is None else repr(namespace)
+        typer.echo(f"nothing was promoted in {where}: servers go by their own configuration")
+    for name, entries in histories.items():
+        for entry in entries:
+            fields = (name, str(entry.version), entry.fingerprint[:12], entry.at, entry.by, entry.reason)
+            typer.echo("\t".join(fields))
 
 
 @app.command("promote")

@@ -200,6 +200,11 @@ def key_ring(config: ServeConfig) -> KeyRing:
     return KeyRing(path=config.keys_file, anybody=config.anybody(), allow_anonymous=config.allow_anonymous)
 
 
+def has_keys(config: ServeConfig) -> bool:
+    """Whether keys say who reads what; none are read."""
+    return config.keys_file is not None or bool(os.environ.get(KEYS_VARIABLE))
+
+
 def check_keys(config: ServeConfig, host: str) -> None:
     """Refuse to listen where strangers are, without keys.
 

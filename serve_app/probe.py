@@ -6,6 +6,7 @@ from c2kv_core.errors import IdentityError
 from c2kv_core.identity import Identity
 from c2kv_core.store import DiskTier, KVStore, Served, served
 from serve_app.config import ServeConfig
+from serve_app.keys import has_keys
 
 _PATIENCE_S = 0.5
 """Longest wait for news of the index, in seconds, once it has been read."""
@@ -20,7 +21,9 @@ class Probe:
     trained: bool
     """False for a sidecar that is still the copy of the base it started as."""
     documents: int
-    """Documents that can be read now."""
+    """Documents that can be read now: in the configured namespace, or in all where keys say who reads which."""
+    namespaces: int
+    """How many namespaces they are in."""
     not_promoted: str | None
     """What is wrong where another fingerprint was promoted than this server has; its own is served all the same."""
 
@@ -33,10 +36,8 @@ class Probe:
                 "give a trained one with --sidecar"
             )
         if not self.documents:
-            remarks.append(
-                f"namespace {config.namespace!r} of {config.store} holds no documents yet: "
-                "only documents given in full can be used"
-            )
+            where = config.store if has_keys(config) else f"namespace {config.namespace!r} of {config.store}"
+            remarks.append(f"{where} holds no documents yet: only documents given in full can be used")
         return remarks
 
 
@@ -61,14 +62,25 @@ def probe(config: ServeConfig) -> Probe:
     spec, identity = by_fingerprint[entry.fingerprint if promoted and entry else next(iter(by_fingerprint))]
     store = open_store(config, identity)
     store.require_identity(config.namespace)
+    documents = _documents(config, store, set(by_fingerprint) if has_keys(config) else {identity.fingerprint})
     return Probe(
         identity=identity,
         trained=spec.is_trained(),
-        documents=len(store.content_hashes(namespace=config.namespace)),
+        documents=sum(documents.values()),
+        namespaces=len(documents),
         not_promoted=None
         if entry is None or promoted
         else _not_promoted(config, entry, list(by_fingerprint)),
     )
+
+
+def _documents(config: ServeConfig, store: KVStore, fingerprints: set[str]) -> dict[str, int]:
+    """How many can be read, by namespace; those of several editions are the same ones."""
+    documents: dict[str, int] = {}
+    for group in store.totals(namespace=None if has_keys(config) else config.namespace):
+        if group.fingerprint in fingerprints:
+            documents[group.namespace] = max(group.documents, documents.get(group.namespace, 0))
+    return documents
 
 
 def _not_promoted(config: ServeConfig, entry: Served, have: list[str]) -> str:

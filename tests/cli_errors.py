@@ -199,6 +199,13 @@ def test_json_is_one_object_on_stdout_and_store_commands_read_it_back(
     _, out, _ = run(monkeypatch, capsys, "store", "show", store, "a", "--json")
     assert json.loads(out)["records"][0]["source_tokens"] == report["source_tokens"]
 
+    assert "nothing was promoted" in run(monkeypatch, capsys, "store", "served", store)[1]
+    run(monkeypatch, capsys, "store", "promote", store, report["fingerprints"]["4"])
+    _, out, _ = run(monkeypatch, capsys, "store", "served", store)
+    assert out.split("\t")[:3] == ["default", "1", report["fingerprints"]["4"][:12]]
+    _, out, _ = run(monkeypatch, capsys, "store", "served", store, "--json")
+    assert [entry["version"] for entry in json.loads(out)["namespaces"]["default"]] == [1]
+
     (shard,) = Path(store).glob("shards/**/*.arrow")
     row = KVStore.open(store).rows()[0]
     with shard.open("r+b") as file:

@@ -7,7 +7,15 @@ from dataclasses import asdict
 import pytest
 
 from c2kv_core.errors import InputError, StoreError
-from c2kv_core.store import KVStore, PromotionConflictError, history, open_storage, promote, served
+from c2kv_core.store import (
+    KVStore,
+    PromotionConflictError,
+    history,
+    open_storage,
+    promote,
+    promoted_namespaces,
+    served,
+)
 from tests.core_store_kit import make_document, make_identity
 
 OLD, NEW, NEWER = (make_identity(sidecar_digest=name) for name in ("old", "new", "newer"))
@@ -35,6 +43,8 @@ def test_the_last_promotion_counts_and_the_log_is_the_history(filled: str) -> No
         (3, OLD.fingerprint, "was better"),
     ]
     assert served(filled, "globex") is None
+    promote(filled, "globex", NEW.fingerprint)
+    assert promoted_namespaces(filled) == ["acme", "globex"]
     KVStore.open(filled).gc(retention_s=0)
     assert served(filled, "acme") == back
 

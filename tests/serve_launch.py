@@ -18,9 +18,10 @@ from c2kv_cli.serve import run
 from c2kv_core.errors import C2KVError, ConfigError, IdentityError, InputError, StoreFormatError
 from serve_app import app
 from serve_app.config import DRAIN_MARGIN_S, ServeConfig
+from serve_app.keys import KEYS_VARIABLE
 from serve_app.launch import PortInUseError, check_port_free
 from serve_app.probe import probe
-from tests.serve_support import DOCUMENTS, World, ask_body, free_port, wait_until
+from tests.serve_support import DOCUMENTS, RATIO, World, ask_body, free_port, make_world, wait_until
 from tests.tiny_models import save_tiny_model
 
 pytest_plugins = ["tests.serve_support"]
@@ -38,6 +39,22 @@ def test_what_fits_is_told(world: World) -> None:
 def test_empty_namespace_is_told(world: World) -> None:
     config = world.config(namespace="empty")
     assert any("holds no documents" in remark for remark in probe(config).remarks(config))
+
+
+def test_documents_of_all_namespaces_count_where_keys_say_who_reads_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = make_world(tmp_path)
+    compressor = own.compressor
+    source = DOCUMENTS["oak"]
+    ((parts),) = compressor.compress([compressor.part_ids(source.title, source.text)])[RATIO]
+    own.open_store().put([compressor.stored("other", source, parts)])
+    found = probe(own.config())
+    assert (found.documents, found.namespaces) == (len(DOCUMENTS), 1)
+    monkeypatch.setenv(KEYS_VARIABLE, "keys: []")
+    found = probe(own.config(namespace="empty"))
+    assert (found.documents, found.namespaces) == (len(DOCUMENTS) + 1, 2)
+    assert not any("holds no documents" in remark for remark in found.remarks(own.config(namespace="empty")))
 
 
 def refused_before_anything_runs(config: ServeConfig) -> C2KVError:

@@ -12,7 +12,14 @@ from c2kv_core.store.manifest import DEFAULT_BUCKETS, FORMAT_VERSION, require_st
 from c2kv_core.store.miss import Miss, MissReason
 from c2kv_core.store.names import check_namespace
 from c2kv_core.store.row import IndexRow
-from c2kv_core.store.served import PromotionConflictError, Served, history, promote, served
+from c2kv_core.store.served import (
+    PromotionConflictError,
+    Served,
+    history,
+    promote,
+    promoted_namespaces,
+    served,
+)
 from c2kv_core.store.storage import Storage, StoredFile
 from c2kv_core.store.texts import SourceText
 from c2kv_core.store.timing import ReadTiming
@@ -51,6 +58,7 @@ __all__ = [
     "history",
     "open_storage",
     "promote",
+    "promoted_namespaces",
     "require_store",
     "served",
 ]

@@ -69,6 +69,19 @@ def history(uri: str | os.PathLike[str], namespace: str) -> list[Served]:
     return [_read(storage, namespace, version) for version in sorted(_versions(storage, namespace))]
 
 
+def promoted_namespaces(uri: str | os.PathLike[str]) -> list[str]:
+    """The namespaces in which anything was ever promoted, sorted.
+
+    Raises:
+        InputError: a malformed URI.
+        StoreError: storage cannot be read.
+    """
+    storage = open_storage(uri)
+    with as_store_error(f"list {SERVED}"):
+        paths = [file.path.removeprefix(SERVED).partition("/") for file in storage.list_files(SERVED)]
+    return sorted({namespace for namespace, _, name in paths if _VERSION.fullmatch(name)})
+
+
 def promote(
     uri: str | os.PathLike[str],
     namespace: str,
