@@ -58,7 +58,7 @@ class KeyEntry(Config):
     shared: tuple[_Namespace, ...] = ()
     """Further namespaces whose documents can be read, in the order in which they are searched."""
     roles: frozenset[Role] = frozenset({"query"})
-    """``query`` asks, ``write`` puts and deletes documents, ``admin`` reads metrics of the server."""
+    """``query`` asks, ``write`` puts and deletes documents, ``admin`` is kept for routes that there are not yet."""
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Null is without limit. Counted by each ingress replica."""
     tokens_per_minute: int | None = Field(default=None, ge=1)

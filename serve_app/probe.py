@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from c2kv_core.errors import IdentityError
 from c2kv_core.identity import Identity
 from c2kv_core.store import DiskTier, KVStore, Served, served
+from c2kv_core.store.storage import split_uri
 from serve_app.config import ServeConfig
 from serve_app.keys import has_keys
 
@@ -34,6 +35,11 @@ class Probe:
             remarks.append(
                 f"the sidecar for {config.model} is untrained: answers over compressed documents will be poor; "
                 "give a trained one with --sidecar"
+            )
+        if config.disk_cache_dir is not None and split_uri(config.store).scheme in ("", "file"):
+            remarks.append(
+                f"disk_cache_dir keeps copies of remote stores, and {config.store} is a folder: leave it out, unless "
+                "that folder is on another machine"
             )
         if not self.documents:
             where = config.store if has_keys(config) else f"namespace {config.namespace!r} of {config.store}"

@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import yaml
+
+from c2kv_core.config import parse_config
 from c2kv_core.store import MissReason
 from serve_app.config import ServeConfig
 from serve_app.metrics import METRICS
@@ -58,3 +61,10 @@ def test_defaults_in_the_table_of_limits_are_the_codes() -> None:
     assert fields["max_document_tokens"].default == 65_536
     assert fields["max_request_bytes"].default == 4 * 2**20
     assert fields["max_ongoing_requests"].default == 32
+
+
+def test_the_sample_configuration_is_one() -> None:
+    (sample,) = re.findall(r"```yaml\n# serve.yaml\n(.*?)```", DOC, re.DOTALL)
+    settings = yaml.safe_load(sample)
+    config = parse_config(ServeConfig, settings, source="docs/serving.md")
+    assert config.keys_file and len(settings) > 10

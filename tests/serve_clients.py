@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from langchain_openai import ChatOpenAI
 from openai import BadRequestError, NotFoundError
 
 from tests.serve_local import local_api, over_http
-from tests.serve_support import QUESTION, Reference, World, ask_body
+from tests.serve_support import QUESTION, Reference, World, ask_body, make_world
 
 pytest_plugins = ["tests.serve_support"]
 
@@ -57,6 +59,7 @@ def test_langchain_invokes(url: str, expected: str) -> None:
     assert 0 < used["input_token_details"]["cache_read"] < used["input_tokens"]
     assert answer.response_metadata["model_name"] == "tiny"
     assert answer.response_metadata["finish_reason"] == "length"
+    assert "c2kv" not in f"{answer.response_metadata} {answer.additional_kwargs}"  # as docs/serving.md says
 
 
 def test_langchain_streams_with_usage(url: str, expected: str) -> None:
@@ -111,3 +114,18 @@ def test_curl_shows_a_stream_as_it_comes(url: str, expected: str) -> None:
     assert end == "" and events.pop() == "data: [DONE]"
     choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
     assert "".join(choice["delta"].get("content", "") for choice in choices) == expected
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="expected the program curl; install it")
+def test_the_documentations_commands_do_what_it_says(tmp_path: Path) -> None:
+    doc = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    (commands,) = re.findall(r"```bash\n(curl -X PUT.*?)```", doc, re.DOTALL)
+    put, ask = commands.split("\ncurl")
+    with local_api(make_world(tmp_path).config()) as api, over_http(api) as port:
+        answers = []
+        for command in (put, f"curl{ask}"):
+            asked = command.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("curl", "curl -s")
+            ran = subprocess.run(["bash", "-c", asked], capture_output=True, timeout=60, check=True)
+            answers.append(json.loads(ran.stdout))
+    assert answers[0]["id"] == "elm"
+    assert [d["tier"] for d in answers[1]["c2kv"]["documents"]] == ["memory", "skipped"]

@@ -41,6 +41,14 @@ def test_empty_namespace_is_told(world: World) -> None:
     assert any("holds no documents" in remark for remark in probe(config).remarks(config))
 
 
+def test_copies_of_a_local_store_are_remarked(world: World, tmp_path: Path) -> None:
+    config = world.config(disk_cache_dir=str(tmp_path / "near"))
+    found = probe(config)
+    assert any("leave it out" in remark for remark in found.remarks(config))
+    remote = config.model_copy(update={"store": "s3://bucket/store"})
+    assert not any("leave it out" in remark for remark in found.remarks(remote))
+
+
 def test_documents_of_all_namespaces_count_where_keys_say_who_reads_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
