@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from c2kv_cli.interrupted import when_interrupted
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
 from c2kv_cli.progress import progress_bar
 from c2kv_core.errors import C2KVError, InputError
@@ -71,7 +72,8 @@ def extract(
         if plan.refusal is not None:
             raise InputError(plan.refusal)
         return
-    with progress_bar("extracting") as bar:
+    goes_on = "what is finished is published, and the same command does the rest"
+    with when_interrupted(goes_on), progress_bar("extracting") as bar:
         # A terminal gets a bar, a log gets lines.
         follow = ProgressLines(resolved.progress_s) if bar.disable else Follow(bar)
         report = run_extract(resolved, progress=follow)

@@ -16,6 +16,7 @@ from c2kv_cli.train import train
 from c2kv_core.errors import C2KVError, InputError
 from pipelines.eval.config import EvalConfig
 from pipelines.extract_config import ExtractConfig
+from pipelines.interrupts import sigterm_interrupts
 from pipelines.job import INTERRUPTED
 from pipelines.train.config import TrainConfig
 from serve_app.config import ServeConfig
@@ -45,7 +46,9 @@ def _commands() -> None:
 def main() -> None:
     """Entry point: exit codes 0 success, 1 the job failed, 2 bad input, 130 interrupted."""
     try:
-        code = app(standalone_mode=False)
+        # Also for commands that take no care of it themselves; Ray's own handler ends a process with a stack trace.
+        with sigterm_interrupts():
+            code = app(standalone_mode=False)
     except C2KVError as error:
         _fail(str(error), error.exit_code)
     except typer.TyperException as error:
@@ -56,7 +59,10 @@ def main() -> None:
             # A command without its arguments: its help has been shown.
             sys.exit(InputError.exit_code)
         _fail(message, InputError.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        _fail(str(stop) or "interrupted", INTERRUPTED)
+    if code == INTERRUPTED:
+        # Typer's form of a KeyboardInterrupt.
         _fail("interrupted", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from c2kv_cli.interrupted import when_interrupted
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
 from c2kv_cli.progress import progress_bar
 from pipelines.train.config import TrainConfig
@@ -15,7 +16,8 @@ from pipelines.train.run import train as run_train
 def train(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Train a sidecar for a frozen model, or go on where the run of this name stopped."""
     resolved = resolve(TrainConfig, config, overrides)
-    with progress_bar("training") as bar:
+    goes_on = "the same command goes on from the newest checkpoint"
+    with when_interrupted(goes_on), progress_bar("training") as bar:
         report = run_train(resolved, progress=_Follow(bar))
     if as_json:
         print_json(report)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from c2kv_core.config import Config, load_config
 from c2kv_core.errors import C2KVError
+from pipelines.interrupts import sigterm_interrupts
 
 C = TypeVar("C", bound=Config)
 
@@ -27,7 +28,8 @@ def job_main(kind: type[C], run: Callable[[C], dict[str, Any]], arguments: list[
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override the file's keys")
     given = parser.parse_args(arguments)
     try:
-        report = run(load_config(kind, given.config, given.overrides))
+        with sigterm_interrupts():
+            report = run(load_config(kind, given.config, given.overrides))
     except C2KVError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

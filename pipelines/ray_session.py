@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ def ray_session(
 
     Joins the cluster of ``RAY_ADDRESS`` (set inside a submitted job), or one this process has joined already;
     otherwise starts one on this machine and stops it at the end. Gives whether it started one. What Ray prints goes to
-    stderr: stdout is for results.
+    stderr: stdout is for results. A handler of SIGTERM that was in place stays in place.
 
     Args:
         num_cpus: logical CPUs of a cluster started here; at least 4 by default.
@@ -70,14 +72,30 @@ def ray_session(
         return
     # Around all of it: Ray also tells what it has to tell when it stops.
     with redirect_stdout(sys.stderr):
-        if joins:
-            ray.init(log_to_driver=log_to_driver)
-        else:
-            _start(num_cpus, log_to_driver, metrics_port)
         try:
+            with _sigterm_kept():
+                if joins:
+                    ray.init(log_to_driver=log_to_driver)
+                else:
+                    _start(num_cpus, log_to_driver, metrics_port)
             yield not joins
         finally:
             ray.shutdown()
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """While Ray starts it takes SIGTERM: first to exit, then, in C++, to print its stack and abort."""
+    before = signal.getsignal(signal.SIGTERM)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start(num_cpus: int | None, log_to_driver: bool, metrics_port: int | None) -> None:

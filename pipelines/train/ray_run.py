@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -63,12 +64,19 @@ def _fit(config: TrainConfig, owner: str) -> None:
             failure_config=FailureConfig(max_failures=config.max_failures),
         ),
     )
+    interrupts = signal.getsignal(signal.SIGINT)
     try:
         trainer.fit()
+    except SystemExit:
+        # Ray's handler of Ctrl-C stops the workers in order, but then says that all went well.
+        raise KeyboardInterrupt from None
     except WorkerGroupError as error:
         raise _worker_fault(error.worker_failures) from error
     except TrainingFailedError as error:
         raise TrainingError(f"the run stopped: {_last_line(error)}; run the same command to go on") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupts)
 
 
 def _notes_path(config: TrainConfig) -> str:

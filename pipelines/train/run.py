@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from c2kv_core.errors import TrainingError
+from pipelines.interrupts import sigterm_interrupts
 from pipelines.train.attempts import Attempt
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import REPORT, RunFolder
@@ -22,7 +23,8 @@ from pipelines.train.world import World
 def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[str, Any]:
     """Train a sidecar, or go on where the run of this name stopped; a finished run is reported again.
 
-    In this process SIGTERM, which machines get before they are taken away, ends the step and saves it.
+    In this process SIGTERM, which machines get before they are taken away, ends the step and saves it; on Ray it ends
+    the run at the newest checkpoint.
 
     Raises:
         KeyboardInterrupt: SIGTERM came.
@@ -39,7 +41,8 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
         # Imported late: a run in this process needs no Ray.
         from pipelines.train.ray_run import train_on_ray
 
-        train_on_ray(config, owner=owner, progress=progress)
+        with sigterm_interrupts():
+            train_on_ray(config, owner=owner, progress=progress)
     else:
         with _told_to_stop() as stop:
             train_worker(config, World(), owner=owner, progress=progress, stop=stop)
