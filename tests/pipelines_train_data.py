@@ -18,6 +18,7 @@ from pipelines.train.mixture import Mixture
 from pipelines.train.prepare import TOO_LONG, Prepared, Preparer
 from pipelines.train.reading import RowFile, read_files
 from pipelines.train.row import RowError
+from pipelines.train.run import train
 from pipelines.train.sampler import DocumentSampler, Sample
 from pipelines.train.stream import RowStream
 from tests.pipelines_sources import write_jsonl
@@ -115,6 +116,34 @@ def test_a_bad_file_is_named(
     config = train_config(tmp_path, model_path, data_dir=str(tmp_path))
     with pytest.raises(CorpusError, match=message):
         read_files(config, (DataFile(path=name),))
+
+
+@pytest.mark.parametrize("key", ["data", "dev"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "missing.jsonl",
+            r"missing.jsonl: No such file or directory; give one that exists \(data_dir is .*\)",
+        ),
+        ("folder.jsonl", "folder.jsonl: Is a directory"),
+        ("rows.csv", "ending in .jsonl"),
+        ("s3://bucket/rows.jsonl", "in a folder that every worker sees, got s3://bucket/rows.jsonl"),
+    ],
+)
+def test_files_are_checked_before_ray_and_the_model(
+    tmp_path: Path, model_path: Path, key: str, path: str, message: str
+) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    config = train_config(tmp_path, model_path, data_dir=str(tmp_path), num_workers=2, **{key: [path]})
+    with pytest.raises(CorpusError, match=message):
+        train(config)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_path_alone_is_a_file_with_defaults(tmp_path: Path, model_path: Path) -> None:
+    config = train_config(tmp_path, model_path, data=["a.jsonl", {"path": "b.jsonl", "weight": 2.0}])
+    assert config.data == (DataFile(path="a.jsonl"), DataFile(path="b.jsonl", weight=2.0))
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
-"""The numbers in docs/training.md follow from the models' shapes."""
+"""What docs/training.md tells to do works; its numbers follow from the models' shapes."""
 
+import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,9 @@ from c2kv_core import Sidecar, hf_adapter
 from c2kv_core.config import load_config
 from pipelines.train.config import TrainConfig
 from pipelines.train.flops import StepTokens, layer_weights, step_flops
+from pipelines.train.reading import read_files
+from pipelines.train.run import train
+from tests.pipelines_train_kit import tiny_model_dir
 
 ROOT = Path(__file__).parent.parent
 GPUS_FLOPS = 8 * 0.35 * 989e12
@@ -83,3 +89,35 @@ def test_the_planning_table_follows_from_shapes(build: object, column: int, file
     assert told["operations at that length"] == f"{flops:.1e}".replace("e+", "e")
     assert told["time on 8 H100 at 35 % of 989 TFLOP/s"] == f"{flops / GPUS_FLOPS / 60:.0f} min"
     assert told["source tokens"] == f"{rows * source / 1e6:.0f} M"
+
+
+def block(kind: str, start: str = "") -> str:
+    """The first block of code of a kind, or of any line that begins so."""
+    text = (ROOT / "docs/training.md").read_text()
+    blocks = re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return str(next(found for found in blocks if found.startswith(start)))
+
+
+def test_the_smallest_run_trains_on_the_row_that_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f.jsonl").write_text(block("json"))
+    command, job, *overrides = shlex.split(block("", "c2kv train 'data="))
+    assert (command, job) == ("c2kv", "train")
+    model = tiny_model_dir(tmp_path / "tiny")
+    config = load_config(TrainConfig, None, [*overrides, f"model={model}", "curves=false"])
+    report = train(config)
+    assert (report["step"], report["rows_left_out"]) == (2, {})
+
+
+def test_the_way_to_make_a_file_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ask = {"id": "q1", "question": "Who planted it?", "answers": [{"text": "a baker", "answer_start": 9}]}
+    squad = {"data": [{"title": "The_oak", "paragraphs": [{"context": "Planted by a baker.", "qas": [ask]}]}]}
+    (tmp_path / "train-v1.1.json").write_text(json.dumps(squad))
+    exec(block("python"), {})
+    recipe = load_config(TrainConfig, ROOT / "examples/train-smollm2.yaml", ["data_dir=."])
+    (file,) = read_files(recipe, recipe.data[:1])
+    (row,) = file.rows
+    assert (row.question, row.answer, row.documents[0].title) == ("Who planted it?", "a baker", "The oak")

@@ -1,7 +1,7 @@
 """Configuration of a training run. Defaults are the paper's recipe; every option beyond it is off."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ Layout = Literal["auto", "c2kv", "hotpotqa", "2wikimultihopqa", "musique", "long
 
 
 class DataFile(Config):
-    """One file of rows and its share of the mixture."""
+    """One file of rows and its share of the mixture; its path alone stands for one with all defaults."""
 
     path: str
     """JSONL(.gz), JSON (a list) or Parquet; relative paths are below ``data_dir``."""
@@ -26,6 +26,11 @@ class DataFile(Config):
     """Licence of the data, for the model card."""
     limit: int | None = Field(default=None, ge=1)
     """Take only this many rows, from the start of the file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, given: Any) -> Any:
+        return {"path": given} if isinstance(given, str) else given
 
 
 class Distillation(Config):

@@ -35,6 +35,29 @@ class RowFile:
     """Place and reason of the first row left out."""
 
 
+def check_files(config: TrainConfig) -> None:
+    """Whether every data file can be opened, which costs nothing, before Ray and the model are brought up.
+
+    Raises:
+        CorpusError: the first that cannot.
+    """
+    for file in (*config.data, *config.dev):
+        if "://" in file.path or "://" in config.data_dir:
+            raise CorpusError(
+                f"expected data files in a folder that every worker sees, got {file.path} in {config.data_dir}; "
+                "copy them there"
+            )
+        path = config.data_path(file)
+        _check_suffix(path)
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            below = "" if Path(file.path).expanduser().is_absolute() else f" (data_dir is {config.data_dir})"
+            raise CorpusError(
+                f"cannot read the data file {path}: {error.strerror}; give one that exists{below}"
+            ) from error
+
+
 def read_files(config: TrainConfig, files: tuple[DataFile, ...]) -> list[RowFile]:
     """The rows of all files.
 
@@ -67,9 +90,8 @@ def _read(path: Path, source: DataFile) -> RowFile:
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """Each record and its place; one that is not JSON comes as None."""
+    _check_suffix(path)
     name = path.name.lower()
-    if not name.endswith(SUFFIXES):
-        raise CorpusError(f"{path}: expected a data file ending in {', '.join(SUFFIXES)}")
     if name.endswith(".parquet"):
         yield from _parquet_records(path)
     elif name.endswith((".json", ".json.gz")):
@@ -79,6 +101,11 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"line {number}", _parsed(line)
+
+
+def _check_suffix(path: Path) -> None:
+    if not path.name.lower().endswith(SUFFIXES):
+        raise CorpusError(f"{path}: expected a data file ending in {', '.join(SUFFIXES)}")
 
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -120,4 +147,4 @@ def dropped_rows(files: list[RowFile]) -> dict[str, int]:
     return dict(total)
 
 
-__all__ = ["UNREADABLE", "RowFile", "dropped_rows", "read_files"]
+__all__ = ["UNREADABLE", "RowFile", "check_files", "dropped_rows", "read_files"]

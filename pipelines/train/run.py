@@ -17,6 +17,7 @@ from pipelines.train.attempts import Attempt
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import REPORT, RunFolder
 from pipelines.train.loop import OnProgress, train_worker
+from pipelines.train.reading import check_files
 from pipelines.train.world import World
 
 
@@ -31,6 +32,7 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
         InputError: a subclass that says what is wrong with configuration, data, model or sidecar.
         TrainingError: the run cannot go on; what it has saved stays.
     """
+    check_files(config)
     folder = RunFolder(config)
     folder.open()
     owner = uuid.uuid4().hex
