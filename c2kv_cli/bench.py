@@ -4,23 +4,20 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, keys_of, print_json, resolve
 from c2kv_core.errors import C2KVError
-from c2kv_core.spec import CompressorSpec
-from c2kv_core.store import KVStore, open_storage
-from pipelines.bench.extract import BenchExtractConfig, bench_extract
-from pipelines.bench.load import TIMEOUT_S
-from pipelines.bench.report import BenchReport
-from pipelines.bench.serve import BenchServeConfig, Place, bench_serve
-from pipelines.bench.store import BenchStoreConfig, bench_store
+from pipelines.bench.config import BenchExtractConfig, BenchServeConfig, BenchStoreConfig
 from pipelines.ray_session import ray_session
-from serve_app.config import ServeConfig
-from serve_app.launch import free_port, start
+
+# What measures is imported late: torch and transformers take seconds.
+if TYPE_CHECKING:
+    from pipelines.bench.report import BenchReport
+    from pipelines.bench.serve import Place
 
 app = typer.Typer(help="Speed and memory as ratios to a baseline of the same run.", no_args_is_help=True)
 
@@ -33,27 +30,41 @@ def _benches() -> None:
 @app.command("extract", epilog=keys_of(BenchExtractConfig))
 def extract(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Extraction beside the base model's plain prefill; peak memory by length."""
-    _finish(bench_extract(resolve(BenchExtractConfig, config, overrides)), as_json)
+    settings = resolve(BenchExtractConfig, config, overrides)
+    from pipelines.bench.extract import bench_extract
+
+    _finish(bench_extract(settings), as_json)
 
 
 @app.command("store", epilog=keys_of(BenchStoreConfig))
 def store(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Verified reads and writes beside plain ones of the same bytes, locally and on S3; look-ups by index size."""
-    _finish(bench_store(resolve(BenchStoreConfig, config, overrides)), as_json)
+    settings = resolve(BenchStoreConfig, config, overrides)
+    from pipelines.bench.store import bench_store
+
+    _finish(bench_store(settings), as_json)
 
 
 @app.command("serve", epilog=keys_of(BenchServeConfig))
 def serve(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """TTFT and throughput from slots in memory, on disk and on S3, beside full prefill and a cached full prefix."""
     settings = resolve(BenchServeConfig, config, overrides)
+    from pipelines.bench.serve import bench_serve
+
     with ray_session() as started_ray, tempfile.TemporaryDirectory(prefix="c2kv-bench-") as folder:
         report = bench_serve(settings, lambda place: _server(settings, place, folder, started_ray))
     _finish(report, as_json)
 
 
 @contextmanager
-def _server(config: BenchServeConfig, place: Place, folder: str, started_ray: bool) -> Iterator[str]:
+def _server(config: BenchServeConfig, place: "Place", folder: str, started_ray: bool) -> Iterator[str]:
     """One replica over a store of its own; only for ``memory`` does it keep slots that it has used."""
+    from c2kv_core.spec import CompressorSpec
+    from c2kv_core.store import KVStore, open_storage
+    from pipelines.bench.load import TIMEOUT_S
+    from serve_app.config import ServeConfig
+    from serve_app.launch import free_port, start
+
     store = f"{folder}/store" if place != "s3" else f"{config.s3}/bench-{uuid.uuid4().hex}"
     spec = CompressorSpec(model=config.model, sidecar=config.sidecar, ratios=(config.ratio,))
     KVStore.open(store, identity=spec.identities()[config.ratio], create=True)
@@ -79,7 +90,7 @@ def _server(config: BenchServeConfig, place: Place, folder: str, started_ray: bo
                 storage.delete(file.path)
 
 
-def _finish(report: BenchReport, as_json: bool) -> None:
+def _finish(report: "BenchReport", as_json: bool) -> None:
     if as_json:
         print_json(report.to_dict())
     else:

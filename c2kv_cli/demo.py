@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,13 +18,12 @@ from c2kv_cli.extract import Follow
 from c2kv_cli.options import AsJson, print_json
 from c2kv_cli.progress import progress_bar
 from c2kv_core.errors import InputError
-from pipelines.extract import extract
 from pipelines.extract_config import ExtractConfig
-from pipelines.plan import corpus_documents
 from pipelines.ray_session import ray_session
 from serve_app.config import ServeConfig
-from serve_app.launch import Running, free_port, start
-from serve_app.probe import probe
+
+if TYPE_CHECKING:
+    from serve_app.launch import Running
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SHOWN = 3
@@ -47,6 +46,11 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Extract the example documents, serve them on Ray, ask questions; slots beside full prefill."""
+    # Imported late: torch and transformers take seconds.
+    from pipelines.extract import extract
+    from serve_app.launch import free_port, start
+    from serve_app.probe import probe
+
     # Bound now: while Ray runs, standard output is Ray's to fill.
     out = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
     corpus = EXAMPLES / "corpus"
@@ -85,9 +89,11 @@ def demo(
 
 
 def _ask_all(
-    running: Running, config: ServeConfig, corpus: Path, questions: list[DemoQuestion], out: Console
+    running: "Running", config: ServeConfig, corpus: Path, questions: list[DemoQuestion], out: Console
 ) -> list[Answer]:
     from openai import OpenAI
+
+    from pipelines.plan import corpus_documents
 
     texts = {d.doc_id: d for d in corpus_documents(corpus)}
     # The server has no keys on loopback; the client insists on one.

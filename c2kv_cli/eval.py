@@ -1,6 +1,6 @@
 """``c2kv eval``: answers from slots beside full compute and other controls."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -8,10 +8,11 @@ from rich.table import Table
 
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
 from c2kv_cli.progress import progress_bar
-from pipelines.eval.config import EvalConfig
-from pipelines.eval.evaluate import Progress, evaluate
-from pipelines.eval.methods import METHODS
-from pipelines.eval.report import EvalReport, MethodRow
+from pipelines.eval.config import METHOD_NAMES, EvalConfig
+
+if TYPE_CHECKING:
+    from pipelines.eval.evaluate import Progress
+    from pipelines.eval.report import EvalReport, MethodRow
 
 TABLE_WIDTH = 140
 """Columns that the whole table takes."""
@@ -21,7 +22,7 @@ def eval_command(
     overrides: Overrides = None,
     config: ConfigFile = None,
     data: Annotated[str | None, typer.Option(help="JSONL(.gz) file of questions with documents.")] = None,
-    methods: Annotated[str | None, typer.Option(help=f"Comma-separated: {', '.join(METHODS)}.")] = None,
+    methods: Annotated[str | None, typer.Option(help=f"Comma-separated: {', '.join(METHOD_NAMES)}.")] = None,
     ratio: Annotated[list[int] | None, typer.Option(help="Source tokens per slot; may be repeated.")] = None,
     limit: Annotated[int | None, typer.Option(help="Take only this many questions, drawn by seed.")] = None,
     model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
@@ -42,10 +43,13 @@ def eval_command(
         sidecar=sidecar,
         predictions=predictions,
     )
+    # Imported late: torch and transformers take seconds.
+    from pipelines.eval.evaluate import evaluate
+
     with progress_bar("evaluating") as bar:
         task = bar.add_task("eval", total=None, detail="")
 
-        def follow(progress: Progress) -> None:
+        def follow(progress: "Progress") -> None:
             bar.update(task, completed=progress.done, total=progress.total)
 
         report = evaluate(resolved, progress=follow)
@@ -55,7 +59,7 @@ def eval_command(
         _print_table(report)
 
 
-def _print_table(report: EvalReport) -> None:
+def _print_table(report: "EvalReport") -> None:
     out = Console(highlight=False, soft_wrap=True)
     # In a narrow terminal or a pipe a long line is easier to read than cut numbers.
     out.width = max(out.width, TABLE_WIDTH)
@@ -87,7 +91,7 @@ def _print_table(report: EvalReport) -> None:
         out.print("The sidecar is untrained: its slots carry little of the text.")
 
 
-def _cells(row: MethodRow) -> list[str]:
+def _cells(row: "MethodRow") -> list[str]:
     return [
         row.method,
         "" if row.ratio is None else str(row.ratio),

@@ -1,6 +1,6 @@
 """``c2kv extract``: a corpus into a store."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,12 +10,12 @@ from c2kv_cli.interrupted import when_interrupted
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
 from c2kv_cli.progress import progress_bar
 from c2kv_core.errors import C2KVError, InputError
-from pipelines.extract import Progress as RunProgress
-from pipelines.extract import extract as run_extract
 from pipelines.extract_config import ExtractConfig
-from pipelines.extract_estimate import DryRun, dry_run
-from pipelines.extract_lines import ProgressLines
-from pipelines.extract_report import ExtractReport
+
+if TYPE_CHECKING:
+    from pipelines.extract import Progress as RunProgress
+    from pipelines.extract_estimate import DryRun
+    from pipelines.extract_report import ExtractReport
 
 SHOWN_SKIPS = 5
 
@@ -66,6 +66,11 @@ def extract(
         retry_failed=retry_failed or None,
         dry_run=only_plan or None,
     )
+    # Imported late: torch and transformers take seconds.
+    from pipelines.extract import extract as run_extract
+    from pipelines.extract_estimate import dry_run
+    from pipelines.extract_lines import ProgressLines
+
     if resolved.dry_run:
         plan = dry_run(resolved)
         _print_plan(plan, as_json)
@@ -85,7 +90,7 @@ def extract(
         raise C2KVError(report.complaint)
 
 
-def _print_plan(plan: DryRun, as_json: bool) -> None:
+def _print_plan(plan: "DryRun", as_json: bool) -> None:
     if as_json:
         print_json(plan.to_dict())
         return
@@ -132,13 +137,13 @@ class Follow:
         self._bar = bar
         self._task = bar.add_task("extract", total=None, detail="starting")
 
-    def __call__(self, progress: RunProgress) -> None:
+    def __call__(self, progress: "RunProgress") -> None:
         failed = f", {progress.failed:,} failed" if progress.failed else ""
         detail = f"{progress.tokens_per_s:,.0f} tokens/s{failed}" if progress.done else progress.phase
         self._bar.update(self._task, completed=progress.done, total=progress.pending or None, detail=detail)
 
 
-def _print_summary(report: ExtractReport) -> None:
+def _print_summary(report: "ExtractReport") -> None:
     out = Console(highlight=False, soft_wrap=True)
     rows = {
         "documents": f"{report.documents:,} ({report.extracted:,} extracted, {report.unchanged:,} unchanged, "

@@ -1,6 +1,6 @@
 """``c2kv train``: a sidecar from rows of documents, questions and answers."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -9,13 +9,17 @@ from c2kv_cli.interrupted import when_interrupted
 from c2kv_cli.options import AsJson, ConfigFile, Overrides, print_json, resolve
 from c2kv_cli.progress import progress_bar
 from pipelines.train.config import TrainConfig
-from pipelines.train.loop import Progress as RunProgress
-from pipelines.train.run import train as run_train
+
+if TYPE_CHECKING:
+    from pipelines.train.loop import Progress as RunProgress
 
 
 def train(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
     """Train a sidecar for a frozen model, or go on where the run of this name stopped."""
     resolved = resolve(TrainConfig, config, overrides)
+    # Imported late: torch and transformers take seconds.
+    from pipelines.train.run import train as run_train
+
     goes_on = "the same command goes on from the newest checkpoint"
     with when_interrupted(goes_on), progress_bar("training") as bar:
         report = run_train(resolved, progress=_Follow(bar))
@@ -32,7 +36,7 @@ class _Follow:
         self._bar = bar
         self._task = bar.add_task("train", total=None, detail="starting")
 
-    def __call__(self, progress: RunProgress) -> None:
+    def __call__(self, progress: "RunProgress") -> None:
         numbers = "starting"
         if progress.record is not None:
             record = progress.record

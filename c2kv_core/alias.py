@@ -7,9 +7,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
 from c2kv_core.errors import ModelError
 
 
@@ -86,6 +83,9 @@ def _packaged_file(packaged: PackagedModel) -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     """GGUF to float32 safetensors, config and tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     folder, name = str(source.parent), source.name
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     settings = read.config.to_dict()

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from c2kv_core.base_digest import base_digest
 from c2kv_core.document import CompressedDocument, StoredDocument
+from c2kv_core.document import SourceDocument as SourceDocument
 from c2kv_core.errors import IdentityError, InputError
 from c2kv_core.extractor import Extractor
 from c2kv_core.identity import Identity
@@ -16,14 +16,6 @@ from c2kv_core.models import load_base, model_directory, parse_dtype
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.spec import CompressorSpec
 from c2kv_core.text import ChatRenderer, content_hash, document_parts
-
-
-class SourceDocument(NamedTuple):
-    """A document as its owner gives it."""
-
-    doc_id: str
-    title: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)

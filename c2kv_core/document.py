@@ -1,9 +1,19 @@
 """The values that pass between extraction, the store and composition."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class SourceDocument(NamedTuple):
+    """A document as its owner gives it."""
+
+    doc_id: str
+    title: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +35,11 @@ class CompressedDocument:
     Shapes: L layers, K kv heads, M slots, H head dim.
     """
 
-    keys: Tensor
+    keys: "Tensor"
     """(L, K, M, H), after any key norm and before RoPE."""
-    values: Tensor
+    values: "Tensor"
     """(L, K, M, H), same dtype as ``keys``."""
-    slot_positions: Tensor
+    slot_positions: "Tensor"
     """(M,) int64, position of each slot inside the part, ascending."""
     num_tokens: int
     """Source tokens n of the part."""
@@ -46,7 +56,7 @@ class CompressedDocument:
         """Bytes of keys and values together."""
         return self.keys.nbytes + self.values.nbytes
 
-    def to(self, dtype: torch.dtype, *, device: str | None = None) -> "CompressedDocument":
+    def to(self, dtype: "torch.dtype", *, device: str | None = None) -> "CompressedDocument":
         """The same part with keys and values in another floating dtype, and on another device if one is given."""
         return CompressedDocument(
             keys=self.keys.to(device=device, dtype=dtype),

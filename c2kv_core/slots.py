@@ -1,9 +1,11 @@
 """Where slots are and what they see (DESIGN 2): pure arithmetic, shared by extraction, store and composition."""
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from c2kv_core.errors import InputError, RatioError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_ratio(ratio: int) -> int:
@@ -30,8 +32,10 @@ def slot_count(num_tokens: int, ratio: int) -> int:
     return -(-num_tokens // check_ratio(ratio))
 
 
-def slot_positions(num_tokens: int, ratio: int) -> Tensor:
+def slot_positions(num_tokens: int, ratio: int) -> "Tensor":
     """(M,) int64: slot j stands at the last token of its block, ``min((j + 1) k, n) - 1``."""
+    import torch
+
     count = slot_count(num_tokens, ratio)
     ends = torch.arange(1, count + 1, dtype=torch.int64) * ratio
     return ends.clamp(max=num_tokens) - 1

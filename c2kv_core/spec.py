@@ -5,22 +5,17 @@ import json
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoConfig
-
-from c2kv_core import hf_adapter
 from c2kv_core.alias import ALIASES
-from c2kv_core.architecture import check_supported, rope_parameters
-from c2kv_core.base_digest import base_digest
 from c2kv_core.errors import InputError, RatioError, SidecarError
 from c2kv_core.identity import Identity
-from c2kv_core.models import load_tokenizer, model_directory, parse_dtype
-from c2kv_core.remote_sidecar import sidecar_directory
-from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SidecarConfig
 from c2kv_core.slots import check_ratio
-from c2kv_core.store import CODECS, FORMAT_VERSION
-from c2kv_core.text import RENDERING_VERSION, SPLITTER_VERSION, ChatRenderer
+
+# What needs torch and transformers is imported where it is used: every configuration names a spec, also for `--help`.
+if TYPE_CHECKING:
+    from c2kv_core.sidecar import Sidecar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +41,9 @@ class CompressorSpec:
     """Padded tokens of one forward pass; of no influence on what slots are, beyond rounding."""
 
     def __post_init__(self) -> None:
+        from c2kv_core.models import parse_dtype
+        from c2kv_core.store import CODECS
+
         if not self.ratios:
             raise RatioError("expected at least one ratio, got none")
         for ratio in self.ratios:
@@ -58,11 +56,13 @@ class CompressorSpec:
     def sidecar_directory(self) -> Path | None:
         """Where the sidecar is; None means an untrained one."""
         if self.sidecar is not None:
+            from c2kv_core.remote_sidecar import sidecar_directory
+
             return sidecar_directory(self.sidecar)
         shipped = Path(str(resources.files("c2kv_core"))) / "pretrained" / self.model
         return shipped if self.model in ALIASES and shipped.is_dir() else None
 
-    def load_sidecar(self) -> Sidecar | None:
+    def load_sidecar(self) -> "Sidecar | None":
         """The sidecar, or None for an untrained one, which ``Sidecar.from_base`` makes from the model.
 
         Raises:
@@ -72,6 +72,8 @@ class CompressorSpec:
         directory = self.sidecar_directory()
         if directory is None:
             return None
+        from c2kv_core.sidecar import Sidecar
+
         sidecar = Sidecar.load(directory)
         if not self.force_ratio:
             for ratio in self.ratios:
@@ -106,6 +108,15 @@ class CompressorSpec:
         Raises:
             InputError: a subclass that says which part cannot be used.
         """
+        from transformers import AutoConfig
+
+        from c2kv_core import hf_adapter
+        from c2kv_core.architecture import check_supported, rope_parameters
+        from c2kv_core.base_digest import base_digest
+        from c2kv_core.models import load_tokenizer, model_directory
+        from c2kv_core.store import FORMAT_VERSION
+        from c2kv_core.text import RENDERING_VERSION, SPLITTER_VERSION, ChatRenderer
+
         directory = model_directory(self.model)
         config = AutoConfig.from_pretrained(directory)
         check_supported(config)

@@ -22,7 +22,6 @@ import pyarrow as pa
 from c2kv_core.document import StoredDocument
 from c2kv_core.errors import InputError
 from c2kv_core.identity import Identity
-from c2kv_core.store.decode import decode_record
 from c2kv_core.store.failures import first_line
 from c2kv_core.store.row import IndexRow
 
@@ -108,6 +107,9 @@ class DiskTier:
             os.utime(path, ns=(now_ns, told.st_mtime_ns))
         except OSError:  # not there, or removed by a sweep between two steps
             return None
+        # Imported late, as torch is by it: looking at a store needs none of it.
+        from c2kv_core.store.decode import decode_record
+
         outcome = decode_record(record, row=row, identity=identity)
         if isinstance(outcome, StoredDocument):
             return outcome

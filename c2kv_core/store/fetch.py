@@ -7,7 +7,6 @@ import pyarrow as pa
 
 from c2kv_core.document import StoredDocument
 from c2kv_core.identity import Identity
-from c2kv_core.store.decode import decode_record
 from c2kv_core.store.disk_tier import DiskTier
 from c2kv_core.store.failures import first_line
 from c2kv_core.store.miss import Miss
@@ -62,4 +61,7 @@ def _outcome(record: pa.Buffer | OSError, row: IndexRow, identity: Identity) -> 
     if isinstance(record, OSError):
         detail = f"cannot read {row.shard}: {first_line(record)}"
         return Miss(reason="unreadable_shard", detail=detail)
+    # Imported late, as torch is by it: looking at a store needs none of it.
+    from c2kv_core.store.decode import decode_record
+
     return decode_record(record, row=row, identity=identity)

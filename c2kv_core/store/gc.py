@@ -14,7 +14,6 @@ from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
 from c2kv_core.store.names import ATTEMPTS, PROBES, SHARDS
-from c2kv_core.store.rewrite import find_dead, rewrite
 from c2kv_core.store.storage import TEMPORARY, Storage, StoredFile
 from c2kv_core.store.texts import Texts
 
@@ -66,6 +65,9 @@ def collect_garbage(
         raise InputError(
             f"expected a retention of 0 to {_LONGEST_RETENTION_S:.0f} seconds, got {retention_s}"
         )
+    # Imported late, as torch is by it: looking at a store needs none of it.
+    from c2kv_core.store.rewrite import find_dead, rewrite
+
     with as_store_error("collect garbage"):
         oldest_kept_s = time.time() - retention_s
         files, live = _look(storage, index)

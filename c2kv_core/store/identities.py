@@ -7,12 +7,10 @@ from typing import Any
 
 from c2kv_core.errors import IdentityError
 from c2kv_core.identity import Identity
-from c2kv_core.store.codecs import CODECS
 from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.manifest import FORMAT_VERSION
 from c2kv_core.store.miss import Miss
 from c2kv_core.store.names import identity_path
-from c2kv_core.store.record import DTYPES
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import Storage
 
@@ -27,6 +25,10 @@ def check_identity(identity: Identity) -> Identity:
     Raises:
         IdentityError: another format version, an unknown dtype or quantisation.
     """
+    # Imported late, as torch is by them: looking at a store needs none of it.
+    from c2kv_core.store.codecs import CODECS
+    from c2kv_core.store.record import DTYPES
+
     supported: dict[str, list[Any]] = {
         "format_version": [FORMAT_VERSION],
         "slot_dtype": sorted(DTYPES),

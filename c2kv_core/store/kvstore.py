@@ -31,7 +31,6 @@ from c2kv_core.store.texts import SourceText, Texts
 from c2kv_core.store.timing import ReadTiming
 from c2kv_core.store.totals import Totals
 from c2kv_core.store.verify import VerifyReport, verify_rows
-from c2kv_core.store.writer import write_shard
 
 
 class KVStore:
@@ -165,6 +164,9 @@ class KVStore:
             IdentityError: opened without an identity, or a document of another.
             StoreError: I/O error.
         """
+        # Imported late, as torch is by it: looking at a store needs none of it.
+        from c2kv_core.store.writer import write_shard
+
         identity = self._required_identity("write slots")
         check_run(run)
         by_namespace: defaultdict[str, list[StoredDocument]] = defaultdict(list)

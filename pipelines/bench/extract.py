@@ -3,62 +3,17 @@
 from collections.abc import Callable
 
 import torch
-from pydantic import Field, PositiveInt
 
 from c2kv_core import Compressor, CompressorSpec
-from c2kv_core.config import Config
+from pipelines.bench.config import BenchExtractConfig
 from pipelines.bench.extract_job import measure_driver, measure_job, measure_linearity
 from pipelines.bench.memory import peak_bytes
 from pipelines.bench.report import BenchReport, Ratio, alternate
-from pipelines.extract_config import ExtractConfig
 
 EXTRACT_LIMIT = 1.35
 """Bar of extract_over_prefill at k = 4; 1 + 1/k = 1.25 is what the arithmetic asks."""
 MEMORY_LIMIT = 10.0
 """Bar of peak memory at 8,192 tokens over that at 1,024: linear is 8."""
-
-
-class BenchExtractConfig(Config):
-    """One document, extracted and prefilled in turn."""
-
-    model: str = "smollm2-135m-instruct"
-    sidecar: str | None = None
-    ratio: int = Field(default=4, ge=1)
-    tokens: int = Field(default=4096, ge=1)
-    """Length of the document."""
-    repeats: int = Field(default=5, ge=1)
-    memory_tokens: tuple[PositiveInt, ...] = (1024, 2048, 4096, 8192)
-    """Lengths at which peak memory is taken; the first and the last are compared. Empty skips it."""
-    job_documents: int = Field(default=96, ge=0)
-    """Documents of the Ray job that is compared with the bare loop; 0 leaves that and the time by tokens out."""
-    job_words: int = Field(default=300, ge=1)
-    """Words of each."""
-    job_threads: int | None = Field(default=None, ge=1)
-    """Torch threads of the job's actor and of the loop; null takes all cores. Where the machine has other work, threads
-    that wait for each other by spinning make the loop look slow: take 1 then."""
-    shard_tokens: int = Field(default=2048, ge=1)
-    """Of the job; several units are needed to tell a steady state."""
-    driver_documents: tuple[PositiveInt, ...] = (1_000, 100_000)
-    """Sizes of corpora that are planned for the driver's memory. Empty skips it."""
-    dtype: str = "float32"
-    device: str = "cpu"
-    num_gpus_per_actor: float = Field(default=0.0, ge=0.0)
-
-    def job(self) -> ExtractConfig:
-        """The job to compare; corpus and store are made for it."""
-        return ExtractConfig(
-            corpus="",
-            store="",
-            model=self.model,
-            sidecar=self.sidecar,
-            ratios=(self.ratio,),
-            force_ratio=True,
-            dtype=self.dtype,
-            device=self.device,
-            num_gpus_per_actor=self.num_gpus_per_actor,
-            shard_tokens=self.shard_tokens,
-            threads_per_actor=self.job_threads,
-        )
 
 
 def bench_extract(config: BenchExtractConfig) -> BenchReport:

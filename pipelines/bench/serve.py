@@ -11,9 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import httpx
-from pydantic import Field, PositiveFloat
 
-from c2kv_core.config import Config
+from pipelines.bench.config import BenchServeConfig
 from pipelines.bench.load import TIMEOUT_S, LoadError, Sample, closed_loop, open_loop
 from pipelines.bench.report import BenchReport, Ratio
 
@@ -35,43 +34,6 @@ _WORDS = [
 Place = Literal["memory", "disk", "s3"]
 Server = Callable[[Place], AbstractContextManager[str]]
 """Starts a server whose documents come from a place; gives its URL."""
-
-
-class BenchServeConfig(Config):
-    """One load, at several numbers of requests at a time."""
-
-    model: str = "smollm2-135m-instruct"
-    """Alias, Hugging Face directory or hub id."""
-    sidecar: str | None = None
-    """Sidecar directory; null takes the one shipped for the alias, else an untrained one."""
-    ratio: int = Field(default=4, ge=1)
-    """Source tokens per slot."""
-    documents: int = Field(default=8, ge=1)
-    """Documents of a request."""
-    document_tokens: int = Field(default=512, ge=32)
-    """Of a document, about."""
-    long_documents: int = Field(default=15, ge=1)
-    """Documents of the requests whose decoding is timed over slots and over the full cache."""
-    new_tokens: int = Field(default=32, ge=2)
-    """Tokens of an answer; the end token is ignored."""
-    concurrency: tuple[int, ...] = (1, 4, 16)
-    """Numbers of requests at a time."""
-    requests_per_place: int = Field(default=2, ge=1)
-    """Requests of a level for each that runs at a time; at one at a time, ``repeats``."""
-    arrivals_per_s: tuple[PositiveFloat, ...] = (0.5, 1.0)
-    """Rates of the open loop over slots in memory; requests arrive at random times, however many are under way."""
-    arrivals: int = Field(default=24, ge=1)
-    """Requests at each of these rates."""
-    repeats: int = Field(default=5, ge=1)
-    """Requests of a level of one at a time."""
-    prefill_repeats: int = Field(default=2, ge=1)
-    """Requests with full prefill at one at a time, which take long."""
-    s3: str | None = None
-    """``s3://bucket/prefix`` to serve from too; null leaves it out."""
-    seed: int = 0
-    """Of the words and of which documents a request has."""
-    threads: int | None = Field(default=None, ge=1)
-    """Torch threads of the replica; null takes the cores."""
 
 
 def bench_serve(config: BenchServeConfig, server: Server) -> BenchReport:

@@ -17,9 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.fs
 import torch
-from pydantic import Field
 
-from c2kv_core.config import Config
 from c2kv_core.document import CompressedDocument, Geometry, StoredDocument
 from c2kv_core.errors import InputError
 from c2kv_core.identity import Identity
@@ -28,6 +26,7 @@ from c2kv_core.store import FORMAT_VERSION, KVStore, open_storage
 from c2kv_core.store.index import INDEX_SCHEMA, Index
 from c2kv_core.store.names import bucket_of
 from c2kv_core.store.reader import IndexReader
+from pipelines.bench.config import BenchStoreConfig
 from pipelines.bench.report import BenchReport, Ratio, alternate
 
 LOCAL_LIMIT = 0.5
@@ -41,29 +40,6 @@ _RANGE_BYTES = 16 * 2**20
 _THREADS = 8
 _MOST_WRITES = 3
 """Each leaves the documents' bytes behind until the end."""
-
-
-class BenchStoreConfig(Config):
-    """Documents of one model's shape, written and read in turn."""
-
-    directory: str | None = None
-    """Where the local store goes; null is a temporary directory. It is removed at the end."""
-    s3: str | None = None
-    """``s3://bucket/prefix`` for the remote half; null leaves it out. What is written there is removed at the end."""
-    documents: int = Field(default=8, ge=1)
-    """Documents of a request, all in one shard."""
-    source_tokens: int = Field(default=1000, ge=1)
-    """Of a document."""
-    ratio: int = Field(default=4, ge=1)
-    layers: int = Field(default=32, ge=1)
-    kv_heads: int = Field(default=8, ge=1)
-    head_dim: int = Field(default=128, ge=1)
-    quantisation: str = "none"
-    repeats: int = Field(default=5, ge=1)
-    index_rows: tuple[int, ...] = (1_000, 100_000, 1_000_000)
-    """Sizes of the index at which look-ups are timed."""
-    lookups: int = Field(default=50, ge=1)
-    """Look-ups of eight ids at each size."""
 
 
 def bench_store(config: BenchStoreConfig) -> BenchReport:

@@ -8,6 +8,9 @@ from c2kv_core import CompressorSpec
 from c2kv_core.config import Config
 from c2kv_core.text import SYSTEM
 
+METHOD_NAMES = ("full", "none", "c2kv", "untrained", "truncate", "reuse", "cacheblend", "tuned", "tuned_none")
+"""What an evaluation can compare; ``pipelines.eval.methods`` says what each is."""
+
 
 class EvalConfig(Config):
     """One evaluation: which questions, by which methods, over which model and sidecar."""
