@@ -6,13 +6,15 @@ mask, explicit positions and a cache of ours, so that nothing is inferred from t
 Shape legend: B batch, T new tokens, S cached entries, D hidden, K kv heads, Q query heads, H head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import rotate_half
+from transformers.utils import logging
 
 from c2kv_core.document import Geometry
 
@@ -28,6 +30,18 @@ class LayerCache(Protocol):
 
     def update(self, keys: Tensor, values: Tensor, layer: int, **extra: Any) -> tuple[Tensor, Tensor]:
         """Take (B, K, T, H) new rotated keys and values; give all (B, K, S+T, H) to attend to."""
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Inside, transformers draws no bar for weights that it reads; commands have bars of their own."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def decoder_layers(model: PreTrainedModel) -> list[StockLayer]:

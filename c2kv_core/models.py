@@ -17,6 +17,7 @@ from transformers import (
 from c2kv_core.alias import ALIASES, converted_directory
 from c2kv_core.architecture import check_supported
 from c2kv_core.errors import ModelError
+from c2kv_core.hf_adapter import quiet_loading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Names of dtypes in configurations and store records."""
@@ -41,9 +42,10 @@ def load_base(
     try:
         check_supported(AutoConfig.from_pretrained(source))
         tokenizer = load_tokenizer(source)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=parse_dtype(dtype), attn_implementation="sdpa", output_loading_info=True
-        )
+        with quiet_loading():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=parse_dtype(dtype), attn_implementation="sdpa", output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(name_or_path, error) from error
     model: PreTrainedModel = loaded[0]

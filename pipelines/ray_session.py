@@ -59,7 +59,8 @@ def ray_session(
         )
     if not joins:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        # Remarks of Ray's own processes about normal things; its log files keep what matters.
+        # Remarks of Ray's own processes about normal things; its log files keep what matters. Ray tells of this setting
+        # in a line of its own, as it starts; without it, its errors about ended workers would be shown instead.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         for name, value in SERVE_VARIABLES.items():
             os.environ.setdefault(name, value)

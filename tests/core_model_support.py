@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers.utils import logging as transformers_logging
 
 from c2kv_core.alias import ALIASES, PackagedModel
 from c2kv_core.architecture import check_supported, rope_parameters
@@ -207,3 +208,12 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     directory = save_tiny_model(tmp_path / "model")
     with pytest.raises(ModelError, match="no-such-device"):
         load_base(str(directory), device="no-such-device")
+
+
+def test_loading_draws_no_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = save_tiny_model(tmp_path / "tiny")
+    capfd.readouterr()
+    before = transformers_logging.is_progress_bar_enabled()
+    load_base(str(directory))
+    assert capfd.readouterr().err == ""
+    assert transformers_logging.is_progress_bar_enabled() == before
