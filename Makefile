@@ -19,7 +19,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test test-faults soak fmt constraints clean
+.PHONY: help venv demo check test test-faults soak fmt reference constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ soak: $(STAMP) ## hours of load; by hand
 fmt: $(STAMP) ## format and apply the linter's safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+reference: $(STAMP) ## write docs/configuration.md anew from the code
+	$(BIN)/python -m c2kv_cli.reference
 
 constraints: $(STAMP) ## write constraints.txt anew from what is installed
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable \

@@ -34,7 +34,7 @@ def keys_of(kind: type[Config]) -> str:
         else f"{name}={json.dumps(field.get_default(call_default_factory=True), default=str)}"
         for name, field in kind.model_fields.items()
     ]
-    return f"Keys: {', '.join(named)}. Each is described at {kind.__name__} in {kind.__module__.replace('.', '/')}.py."
+    return f"Keys: {', '.join(named)}. Each is described in docs/configuration.md."
 
 
 def print_json(report: dict[str, Any]) -> None:

@@ -117,11 +117,12 @@ def _keys_at(kind: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
         if isinstance(name, int):
             continue
         fields = [k.model_fields[name] for k in kinds if name in k.model_fields]
-        kinds = [inner for field in fields for inner in _models_in(field.annotation)]
+        kinds = [inner for field in fields for inner in models_in(field.annotation)]
     return [key for k in kinds for key in k.model_fields]
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The groups of keys that a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [kind for part in get_args(annotation) for kind in _models_in(part)]
+    return [kind for part in get_args(annotation) for kind in models_in(part)]

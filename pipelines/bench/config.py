@@ -10,11 +10,15 @@ class BenchExtractConfig(Config):
     """One document, extracted and prefilled in turn."""
 
     model: str = "smollm2-135m-instruct"
+    """Alias, Hugging Face directory or hub id."""
     sidecar: str | None = None
+    """Sidecar directory; null takes the one shipped for the alias, else an untrained one."""
     ratio: int = Field(default=4, ge=1)
+    """Source tokens per slot."""
     tokens: int = Field(default=4096, ge=1)
     """Length of the document."""
     repeats: int = Field(default=5, ge=1)
+    """Times that each side is measured, in turn; medians are compared."""
     memory_tokens: tuple[PositiveInt, ...] = (1024, 2048, 4096, 8192)
     """Lengths at which peak memory is taken; the first and the last are compared. Empty skips it."""
     job_documents: int = Field(default=96, ge=0)
@@ -29,8 +33,11 @@ class BenchExtractConfig(Config):
     driver_documents: tuple[PositiveInt, ...] = (1_000, 100_000)
     """Sizes of corpora that are planned for the driver's memory. Empty skips it."""
     dtype: str = "float32"
+    """Computing dtype."""
     device: str = "cpu"
+    """Torch device: cpu or cuda."""
     num_gpus_per_actor: float = Field(default=0.0, ge=0.0)
+    """GPUs that the job's actor reserves."""
 
     def job(self) -> ExtractConfig:
         """The job to compare; corpus and store are made for it."""
@@ -61,11 +68,17 @@ class BenchStoreConfig(Config):
     source_tokens: int = Field(default=1000, ge=1)
     """Of a document."""
     ratio: int = Field(default=4, ge=1)
+    """Source tokens per slot."""
     layers: int = Field(default=32, ge=1)
+    """Decoder layers of the shape."""
     kv_heads: int = Field(default=8, ge=1)
+    """Key and value heads of a layer."""
     head_dim: int = Field(default=128, ge=1)
+    """Elements of a head."""
     quantisation: str = "none"
+    """Codec by which slots are stored: none or int8."""
     repeats: int = Field(default=5, ge=1)
+    """Times that each side is measured, in turn; medians are compared."""
     index_rows: tuple[int, ...] = (1_000, 100_000, 1_000_000)
     """Sizes of the index at which look-ups are timed."""
     lookups: int = Field(default=50, ge=1)
