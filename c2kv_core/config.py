@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from c2kv_core.errors import ConfigError
 
@@ -58,10 +59,11 @@ def parse_config(kind: type[C], data: dict[str, Any], *, source: str, overridden
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        place = ".".join(str(key) for key in error.errors()[0]["loc"])
+        fault = _first_fault(error)
+        place = ".".join(map(str, fault["loc"]))
         if any(place == key or place.startswith(f"{key}.") for key in overridden):
             source = "command line"
-        raise ConfigError(f"{source}: {_first_fault(kind, error)}") from error
+        raise ConfigError(f"{source}: {_told(kind, fault)}") from error
 
 
 def to_yaml(config: Config) -> str:
@@ -98,15 +100,30 @@ def _apply(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: expected a YAML value") from error
 
 
-def _first_fault(kind: type[BaseModel], error: ValidationError) -> str:
-    fault = error.errors(include_url=False)[0]
+def _first_fault(error: ValidationError) -> ErrorDetails:
+    """An unknown key before all else: it may be another, misspelt, that is missing."""
+    faults = error.errors(include_url=False)
+    return next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+
+
+def _told(kind: type[BaseModel], fault: ErrorDetails) -> str:
     where = ".".join(map(str, fault["loc"])) or "configuration"
     if fault["type"] == "extra_forbidden":
-        known = _keys_at(kind, fault["loc"][:-1])
-        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.0)
-        return f"unknown key {where!r}; did you mean {near[0]!r}?" if near else f"unknown key {where!r}"
+        *group, last = fault["loc"]
+        near = difflib.get_close_matches(str(last), _keys_at(kind, tuple(group)), n=1)
+        # Far from all there are, a guess would mislead.
+        meant = ".".join(map(str, [*group, *near]))
+        return f"unknown key {where!r}; did you mean {meant!r}?" if near else f"unknown key {where!r}"
     if fault["type"] == "missing":
         return f"missing key {where!r}, which has no default"
+    if fault["type"] in ("tuple_type", "list_type"):
+        return f"{where}: expected a list, as in [{fault['input']}], got {fault['input']!r}"
+    if fault["type"] == "model_type":
+        return f"{where}: expected a group of keys, got {fault['input']!r}"
+    if fault["type"] == "value_error" and isinstance(fault["input"], dict | BaseModel):
+        # A validator of a whole group says what came itself.
+        sentence = str(fault["ctx"]["error"])
+        return f"{where}: {sentence}" if fault["loc"] else sentence
     return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
 
 

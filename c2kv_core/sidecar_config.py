@@ -54,7 +54,7 @@ class SidecarConfig:
         if check_ratio(ratio) not in self.ratios:
             known = ", ".join(map(str, self.ratios))
             raise RatioError(
-                f"ratio {ratio} is not one this sidecar is for ({known}); pass one of these, or force it"
+                f"ratio {ratio} is not one this sidecar is for ({known}); give one of these, or force_ratio=true"
             )
         return ratio
 

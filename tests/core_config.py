@@ -1,10 +1,11 @@
 """Run configurations: typos are named with the nearest valid key, overrides win, nothing is guessed."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import pytest
 import yaml
+from pydantic import model_validator
 
 from c2kv_core.config import Config, load_config, parse_config, to_yaml
 from c2kv_core.errors import ConfigError
@@ -16,6 +17,12 @@ class Optimiser(Config):
     learning_rate: float = 1e-3
     """Step size."""
     warmup_steps: int = 10
+
+    @model_validator(mode="after")
+    def _warms_up(self) -> Self:
+        if self.warmup_steps == 13:
+            raise ValueError("expected another number of steps than 13")
+        return self
 
 
 class Run(Config):
@@ -81,10 +88,10 @@ def test_overrides_alone_and_an_empty_file_suffice(tmp_path: Path) -> None:
         (
             "model: tiny\noptimiser:\n  learning_rte: 1\n",
             "'optimiser.learning_rte'",
-            "'learning_rate'",
+            "'optimiser.learning_rate'",
         ),
-        ("model: tiny\nstages:\n- warmup: 1\n", "'stages.0.warmup'", "'warmup_steps'"),
-        ("model: tiny\nsecond:\n  warmup: 1\n", "'second.warmup'", "'warmup_steps'"),
+        ("model: tiny\nstages:\n- warmup: 1\n", "'stages.0.warmup'", "'stages.0.warmup_steps'"),
+        ("model: tiny\nsecond:\n  warmup: 1\n", "'second.warmup'", "'second.warmup_steps'"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_valid_one(
@@ -97,7 +104,27 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
 
 def test_an_unknown_override_is_named_too() -> None:
     assert "did you mean 'limit'?" in fault(None, "model=tiny", "limits=3")
-    assert "did you mean 'warmup_steps'?" in fault(None, "model=tiny", "optimiser.warmup=3")
+    assert "did you mean 'optimiser.warmup_steps'?" in fault(None, "model=tiny", "optimiser.warmup=3")
+
+
+def test_nothing_is_suggested_that_is_far() -> None:
+    assert fault(None, "model=tiny", "zzqq=1") == "command line: unknown key 'zzqq'"
+
+
+def test_a_misspelt_key_is_told_before_the_one_that_is_missing_for_it() -> None:
+    assert fault(None, "modell=tiny") == "command line: unknown key 'modell'; did you mean 'model'?"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ratios=4", "ratios: expected a list, as in [4], got 4"),
+        ("optimiser=4", "optimiser: expected a group of keys, got 4"),
+        ("optimiser.warmup_steps=13", "optimiser: expected another number of steps than 13"),
+    ],
+)
+def test_faults_of_lists_and_groups_are_sentences(override: str, message: str) -> None:
+    assert fault(None, "model=tiny", override) == f"command line: {message}"
 
 
 @pytest.mark.parametrize(

@@ -132,5 +132,7 @@ def test_two_ways_to_fill_are_refused() -> None:
 def test_an_unknown_method_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown method 'trunkate'; did you mean 'truncate'"):
         check_methods(["full", "trunkate"])
+    with pytest.raises(ConfigError, match="unknown method 'foo'; the methods are full, none"):
+        check_methods(["foo"])
     with pytest.raises(ConfigError, match="'full' several times"):
         check_methods(["full", "none", "full"])

@@ -145,7 +145,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_batch(
     ("key", "value", "message"),
     [
         ("learning_rate", 1, "unknown key 'learning_rate'"),
-        ("distillation", {"wait": 1}, "unknown key 'distillation.wait'; did you mean 'weight'"),
+        ("distillation", {"wait": 1}, "unknown key 'distillation.wait'; did you mean 'distillation.weight'"),
         ("documents_per_row", [3, 2], "1 <= fewest <= most, got 3, 2"),
         ("run", "../up", "run: string should match"),
         ("num_workers", 3, "batch_rows to be a multiple of num_workers, got 4 and 3"),

@@ -150,7 +150,10 @@ def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
             yaml.safe_dump({"keys": ENTRIES[:1]}) + yaml.safe_dump({"keys": ENTRIES[1:]}),
             "one list 'keys', got 2",
         ),
-        (f"keys: [{{name: a, sha256: {'a' * 64}, namespace: a, role: query}}]", "did you mean 'roles'"),
+        (
+            f"keys: [{{name: a, sha256: {'a' * 64}, namespace: a, role: query}}]",
+            "did you mean 'keys.0.roles'",
+        ),
         (yaml.safe_dump({"keys": [ENTRIES[0], {**ENTRIES[1], "name": "alice"}]}), "each name once"),
         (yaml.safe_dump({"keys": [ENTRIES[0], {**ENTRIES[0], "name": "other"}]}), "each sha256 once"),
     ],

@@ -30,14 +30,13 @@ def check_methods(names: Sequence[str]) -> None:
     """Refuse names that are none, and repeats.
 
     Raises:
-        ConfigError: names the nearest method.
+        ConfigError: names the nearest method, if one is near.
     """
     for name in names:
         if name not in METHODS:
-            near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"unknown method {name!r}; did you mean {near!r}? The methods are {', '.join(METHODS)}"
-            )
+            near = difflib.get_close_matches(name, METHODS, n=1)
+            hint = f"did you mean {near[0]!r}? The" if near else "the"
+            raise ConfigError(f"unknown method {name!r}; {hint} methods are {', '.join(METHODS)}")
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise ConfigError(f"expected each method once, got {repeated[0]!r} several times")
