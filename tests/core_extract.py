@@ -253,7 +253,7 @@ def test_no_documents_give_no_documents() -> None:
 
 
 def test_an_untrained_ratio_needs_force() -> None:
-    with pytest.raises(RatioError, match="ratio 12 .*, or force_ratio=true"):
+    with pytest.raises(RatioError, match=r"ratio 12 .*, or force_ratio=true"):
         extractor().extract([token_ids(30)], 12)
     got = extractor().extract([token_ids(30)], 12, force_ratio=True)[0]
     assert_same(got, expected(extractor(), token_ids(30), 12))
