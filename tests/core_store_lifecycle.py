@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from c2kv_core.store import KVStore, Miss, StoredFile, open_storage
-from c2kv_core.store import gc as gc_module
+from c2kv_core.store import rewrite as rewrite_module
 from c2kv_core.store.names import QUARANTINE, SHARDS
 from tests.core_store_kit import assert_same, make_document, make_identity, make_text
 
@@ -70,7 +70,7 @@ def test_a_document_replaced_while_its_shard_is_rewritten_stays_replaced(
     store, other = open_store(uri), open_store(uri)
     store.put([make_document("a", seed=1), make_document("b", seed=1), make_document("gone")])
     store.delete(["gone"], namespace="acme")
-    rewrite = gc_module.rewrite
+    rewrite = rewrite_module.rewrite
 
     def with_a_writer(storage, index, identities, found):  # type: ignore[no-untyped-def]
         move = index.move
@@ -82,7 +82,7 @@ def test_a_document_replaced_while_its_shard_is_rewritten_stays_replaced(
         monkeypatch.setattr(index, "move", late)
         return rewrite(storage, index, identities, found)
 
-    monkeypatch.setattr(gc_module, "rewrite", with_a_writer)
+    monkeypatch.setattr(rewrite_module, "rewrite", with_a_writer)
     store.gc(retention_s=0)
     found = store.get(["a", "b"], namespace="acme")
     assert_same(found["a"], make_document("a", seed=2))
