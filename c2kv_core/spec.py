@@ -100,6 +100,10 @@ class CompressorSpec:
         Raises:
             ModelError: it cannot be found.
         """
+        from transformers import AutoConfig
+
+        from c2kv_core.models import model_directory
+
         return int(AutoConfig.from_pretrained(model_directory(self.model)).max_position_embeddings)
 
     def identities(self) -> dict[int, Identity]:

@@ -112,3 +112,26 @@ def _start(num_cpus: int | None, log_to_driver: bool, metrics_port: int | None) 
         _metrics_export_port=metrics_port,
         _system_config={"metrics_report_interval_ms": 60_000},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlaces:
+    """Where one finds out how a node of Ray fares."""
+
+    metrics_url: str
+    """Of its Prometheus metrics."""
+    logs: Path
+    """Folder of the log files of all that runs there."""
+
+
+def places_of_this_node() -> NodePlaces:
+    """Those of the node this process runs on. Ray must be initialised."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    (node,) = [each for each in nodes if each["NodeID"] == own]
+    return NodePlaces(
+        metrics_url=f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics",
+        logs=Path(node["RayletSocketName"]).parent.parent / "logs",
+    )
