@@ -231,16 +231,18 @@ def test_a_look_that_is_hardly_due_holds_no_request(
     editions = service._editions
     assert editions.of("default") is editions.all[0]
     monkeypatch.setattr(editions, "_refresh_s", 60)
+    monkeypatch.setattr(editions, "_patience_s", 3600)
     editions._pointers["default"].looked_s -= 61
     promote(two.store, "default", fingerprints(two)[1])
     goes_on = threading.Event()
 
     def slow(uri: str, namespace: str) -> Any:
-        assert goes_on.wait(60)
+        goes_on.wait(20)
         return served(uri, namespace)
 
     monkeypatch.setattr(edition_module, "served", slow)
     assert editions.of("default") is editions.all[0]
+    assert editions._pointers["default"].looking is not None
     goes_on.set()
     wait_until(lambda: editions.of("default") is editions.all[1], what="the new identity")
 
@@ -250,15 +252,23 @@ def test_a_store_that_does_not_answer_changes_nothing(
 ) -> None:
     old, new = fingerprints(two)
     assert told(service)[0] == old
-    monkeypatch.setattr(service._editions, "_patience_s", 0.3)  # waited for once, not by each
+    editions = service._editions
+    monkeypatch.setattr(editions, "_patience_s", 0.3)
     answered = threading.Event()
 
     def silent(uri: str, namespace: str) -> None:
-        answered.wait(60)
+        answered.wait(20)
         raise StoreError("cannot list served/: it does not answer")
 
     monkeypatch.setattr(edition_module, "served", silent)
-    assert [told(service)[0] for _ in range(3)] == [old] * 3
+    assert told(service)[0] == old
+    # It has been waited for until the same moment by all, which is past.
+    monkeypatch.setattr(editions, "_patience_s", 3600)
+    pointer = editions._pointers["default"]
+    pointer.began_s -= 3601
+    look = pointer.looking
+    assert [told(service)[0] for _ in range(2)] == [old] * 2
+    assert look is not None and pointer.looking is look
     answered.set()
     monkeypatch.undo()
     promote(two.store, "default", new)
@@ -273,7 +283,7 @@ def test_a_store_that_fails_holds_one_request_and_not_each(
     goes_on = threading.Event()
 
     def failing(uri: str, namespace: str) -> None:
-        goes_on.wait(60)
+        goes_on.wait(20)
         raise StoreError("cannot list served/: it does not answer")
 
     goes_on.set()
@@ -283,6 +293,7 @@ def test_a_store_that_fails_holds_one_request_and_not_each(
     goes_on.clear()
     monkeypatch.setattr(editions, "_patience_s", 3600)
     assert [told(service)[0] for _ in range(3)] == [old] * 3
+    assert editions._pointers["default"].looking is not None
     goes_on.set()
     monkeypatch.undo()
     promote(two.store, "default", new)
