@@ -19,6 +19,7 @@ class Columns(Config):
     title: str | None = "title"
     """Null: there are no titles. A source may lack this column."""
     text: str = Field(default="text", min_length=1)
+    """Holds a string; documents whose text is empty are skipped, with that reason."""
     metadata: tuple[str, ...] = ()
     """Columns carried along as one JSON object a document, beside its text; text files have none. A document may lack
     some of them, but each must be somewhere in the corpus."""
