@@ -45,7 +45,10 @@ def interrupted(number: signal.Signals, watched: Path, *arguments: str) -> tuple
 
 @pytest.mark.ray_cli
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1], ids=["in this process", "on Ray"])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(0, id="in this process"), pytest.param(1, id="on Ray", marks=pytest.mark.faults)],
+)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda s: s.name)
 def test_a_run_ends_in_order_and_says_how_to_go_on(
     tmp_path: Path, model_dir: Path, number: signal.Signals, workers: int

@@ -229,7 +229,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_state(tmp_path: Path) -> Non
     assert_same(store.get(["a"], namespace="acme")["a"], make_document("a", seed=1))
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_many_reads_with_failures_keep_memory_and_files_flat(uri: str) -> None:
     store = open_store(uri)
     ids = tuple(f"d{n}" for n in range(40))

@@ -65,7 +65,7 @@ def test_extraction_is_measured(ray_cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.faults
 def test_serving_is_measured_in_closed_and_open_loop(
     ray_cluster: None,
     tmp_path: Path,

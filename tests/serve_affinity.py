@@ -56,7 +56,7 @@ def hit_rate(running: Running, world: World, routing: str) -> float:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.faults
 def test_documents_are_found_in_memory_more_often_than_by_load(endpoint: Running, tmp_path: Path) -> None:
     world = make_world(tmp_path)
     by_documents = hit_rate(endpoint, world, "documents")
