@@ -59,7 +59,7 @@ test: $(STAMP) ## the tests, without fault injection
 	$(BIN)/pytest -m "not faults and not soak" tests
 
 # pytest exits 5 when nothing was selected: no failure as long as no test carries the marker.
-test-faults: $(STAMP) ## the tests that kill, cut and damage
+test-faults: $(STAMP) ## the tests that kill, cut and damage, and the long ones
 	@status=0; $(BIN)/pytest -m "faults and not soak" tests || status=$$?; \
 	if [ $$status -eq 5 ]; then echo "No test is marked 'faults'."; status=0; fi; exit $$status
 
