@@ -2,8 +2,7 @@
 
 import signal
 from contextlib import suppress
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -73,8 +72,6 @@ def run(config: ServeConfig, *, host: str, port: int, metrics_port: int | None =
     _say(f"starting {config.model_id} over {found.documents} documents{spread} of {config.store} ...")
 
     with ray_session(metrics_port=metrics_port) as started_ray:
-        # Ray puts its own handler in place when it starts, which would leave Serve's processes to themselves.
-        signal.signal(signal.SIGTERM, _interrupt)
         running = start(config, host=host, port=port)
         try:
             _say(f"ready: {running.url}/v1 (model {config.model_id}); stop with Ctrl-C")
@@ -96,10 +93,6 @@ def _check_metrics_port(port: int) -> None:
             f"got {port}"
         )
     check_port_free("0.0.0.0", port, option="--metrics-port")  # Ray listens on all addresses
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:

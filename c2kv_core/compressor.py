@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from c2kv_core.base_digest import base_digest
-from c2kv_core.document import CompressedDocument, StoredDocument
-from c2kv_core.document import SourceDocument as SourceDocument
+from c2kv_core.document import CompressedDocument, SourceDocument, StoredDocument
 from c2kv_core.errors import IdentityError, InputError
 from c2kv_core.extractor import Extractor
 from c2kv_core.identity import Identity

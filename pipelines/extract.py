@@ -27,7 +27,7 @@ from pipelines.extract_promote import check_and_promote
 from pipelines.extract_report import ExtractReport, Skipped
 from pipelines.extract_save import save_run
 from pipelines.extract_upkeep import relabel, remove_missing
-from pipelines.interrupts import sigterm_interrupts, take_sigterm
+from pipelines.interrupts import sigterm_interrupts
 from pipelines.job import job_main
 from pipelines.plan import ExtractPlan
 from pipelines.ray_session import ray_session
@@ -92,7 +92,6 @@ def _extract(config: ExtractConfig, tell: OnProgress) -> ExtractReport:
             KVStore.open(config.store, create=True)
             tell(Progress(phase="starting Ray", pending=len(plan.pending)))
             with ray_session():
-                take_sigterm()
                 _run(config, plan, report, tell)
         report.relabelled = relabel(config, plan)
         missing = planned.missing
@@ -110,10 +109,9 @@ def _extract(config: ExtractConfig, tell: OnProgress) -> ExtractReport:
     except C2KVError as error:
         report.state = f"stopped: {error}"
         raise
-    except (KeyboardInterrupt, SystemExit):
-        # SystemExit: SIGTERM came while Ray started, which has a handler of its own.
+    except KeyboardInterrupt:
         report.state = "interrupted"
-        raise KeyboardInterrupt from None
+        raise
     finally:
         report.elapsed_s = time.monotonic() - started
         if config.price_per_hour is not None:

@@ -29,8 +29,9 @@ def line_of(progress: Progress) -> str:
         counted = f" ({progress.pending:,} documents to extract)" if progress.pending else ""
         return f"{progress.phase}{counted} ..."
     speed = f", {progress.tokens_per_s:,.0f} tokens/s" if progress.tokens_per_s >= 0.5 else ""
-    is_known = progress.eta_s is not None and progress.done < progress.pending
-    left = f", {_duration(progress.eta_s)} to go" if is_known and progress.eta_s is not None else ""
+    left = ""
+    if progress.eta_s is not None and progress.done < progress.pending:
+        left = f", {_duration(progress.eta_s)} to go"
     counted = f"{progress.done:,} of {progress.pending:,} documents, {progress.failed:,} failed"
     return f"{progress.phase}: {counted}{speed}{left}"
 

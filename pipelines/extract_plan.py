@@ -8,7 +8,7 @@ import numpy as np
 from c2kv_core.errors import InputError
 from c2kv_core.store import DeadLetters, KVStore, Ledger
 from pipelines.corpus import corpus_files
-from pipelines.corpus.scan import Keys, keys_of, scan_corpus
+from pipelines.corpus.scan import Keys, ids_beyond, keys_of, scan_corpus
 from pipelines.extract_config import ExtractConfig
 from pipelines.extract_upkeep import missing_documents, missing_failures, partition_of
 from pipelines.plan import (
@@ -113,8 +113,7 @@ def still_missing(config: ExtractConfig, doc_ids: Sequence[str]) -> tuple[str, .
     Raises:
         CorpusError: it cannot be read.
     """
-    is_gone = ~np.isin(keys_of(doc_ids), _keys_now(config))
-    return tuple(doc_id for doc_id, gone in zip(doc_ids, is_gone, strict=True) if gone)
+    return tuple(ids_beyond(doc_ids, keys_of(doc_ids), _keys_now(config)))
 
 
 def _keys_now(config: ExtractConfig) -> Keys:

@@ -9,7 +9,7 @@ import numpy as np
 
 from c2kv_core.store import DeadLetters, KVStore, Ledger
 from c2kv_core.store.names import bucket_of
-from pipelines.corpus.scan import keys_of, placed_rows
+from pipelines.corpus.scan import ids_beyond, keys_of, placed_rows
 from pipelines.extract_config import ExtractConfig
 from pipelines.plan import ExtractPlan
 
@@ -58,7 +58,7 @@ def missing_documents(
             ids = [doc_id for doc_id in ids if is_mine(doc_id)]
         keys = keys_of(ids)
         held.append(keys)
-        gone.update(ids[place] for place in np.flatnonzero(~np.isin(keys, plan.all_keys)))
+        gone.update(ids_beyond(ids, keys, plan.all_keys))
     stored = len(np.unique(np.concatenate(held))) if held else 0
     refusal = None
     if len(gone) > config.max_deleted_fraction * stored:
@@ -81,7 +81,7 @@ def missing_failures(config: ExtractConfig, ledger: Ledger, plan: ExtractPlan) -
     gone: set[str] = set()
     for table in DeadLetters.open(config.store).tables(["doc_id"], {"namespace": [config.namespace]}):
         ids = [doc_id for doc_id in table["doc_id"].to_pylist() if is_mine is None or is_mine(doc_id)]
-        gone.update(ids[place] for place in np.flatnonzero(~np.isin(keys_of(ids), plan.all_keys)))
+        gone.update(ids_beyond(ids, keys_of(ids), plan.all_keys))
     return tuple(sorted(gone))
 
 

@@ -10,20 +10,18 @@ from typing import NoReturn
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt; outside the main thread, signals are not ours."""
-    before = signal.getsignal(signal.SIGTERM)
-    take_sigterm()
+    """Inside, SIGTERM raises KeyboardInterrupt; outside the main thread, signals are not ours.
+
+    Ray puts its own handler in place when it starts; ``ray_session`` brings this one back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
-
-
-def take_sigterm() -> None:
-    """Again, where a library has put its own handler in place: Ray does so when it starts."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

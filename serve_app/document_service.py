@@ -10,8 +10,7 @@ from typing import Any, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
 
-from c2kv_core.compressor import SourceDocument
-from c2kv_core.document import StoredDocument
+from c2kv_core.document import SourceDocument, StoredDocument
 from c2kv_core.store import IndexRow, Miss, SourceText
 from c2kv_core.store.names import check_doc_id
 from c2kv_core.text import content_hash

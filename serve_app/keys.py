@@ -128,11 +128,6 @@ class KeyRing:
             self._entries = _parsed(text, source=KEYS_VARIABLE)
         self._keyed = path is not None or bool(text)
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether keys are configured, if only an empty list."""
-        return self._keyed
-
     def grant(self, authorization: str | None, host: str | None, asked: str | None = None) -> Grant:
         """Who sends a request.
 
@@ -201,7 +196,7 @@ def key_ring(config: ServeConfig) -> KeyRing:
 
 
 def has_keys(config: ServeConfig) -> bool:
-    """Whether keys say who reads what; none are read."""
+    """Whether keys say who reads what, if only an empty list; none are read."""
     return config.keys_file is not None or bool(os.environ.get(KEYS_VARIABLE))
 
 
@@ -211,8 +206,8 @@ def check_keys(config: ServeConfig, host: str) -> None:
     Raises:
         ConfigError: says what to set.
     """
-    ring = key_ring(config)
-    if not (ring.has_keys or config.allow_anonymous or _is_local(host) or host == "localhost"):
+    key_ring(config)
+    if not (has_keys(config) or config.allow_anonymous or _is_local(host) or host == "localhost"):
         raise ConfigError(
             f"without keys only 127.0.0.1 can be served, got host {host}; give --keys-file (`c2kv keys new` makes "
             "entries), or allow_anonymous=true to answer everybody"

@@ -137,18 +137,22 @@ def test_a_new_fingerprint_is_served_only_after_its_quality_check(
     assert served(config.store, "default") == after, "a few may fail, but not most of them"
 
 
+def change_after_planning(monkeypatch: pytest.MonkeyPatch, corpus: Path, then: list[object]) -> None:
+    """The corpus holds other documents once a run has been planned."""
+
+    def planned(*args: Any, **options: Any) -> ExtractPlan:
+        made = plan_extraction(*args, **options)
+        write_jsonl(corpus, then)
+        return made
+
+    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", planned)
+
+
 def test_a_document_that_vanishes_during_the_run_is_accounted_for(
     ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", rows(5))
-    plan = plan_extraction
-
-    def lose_one_after_planning(*args: Any, **options: Any) -> ExtractPlan:
-        made = plan(*args, **options)
-        write_jsonl(corpus, rows(5)[1:])
-        return made
-
-    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", lose_one_after_planning)
+    change_after_planning(monkeypatch, corpus, rows(5)[1:])
     report = extract(config_for(tmp_path, model_dir))
     assert (report.documents, report.extracted, report.vanished, report.unaccounted) == (5, 4, 1, 0)
 
@@ -171,14 +175,7 @@ def test_what_comes_back_during_the_run_is_not_removed(
     config = config_for(tmp_path, model_dir, delete_missing=True, max_deleted_fraction=0.5)
     extract(config)
     write_jsonl(corpus, rows(6)[2:])
-    plan = plan_extraction
-
-    def complete_the_corpus_after_planning(*args: Any, **options: Any) -> ExtractPlan:
-        made = plan(*args, **options)
-        write_jsonl(corpus, rows(6)[1:])
-        return made
-
-    monkeypatch.setattr("pipelines.extract_plan.plan_extraction", complete_the_corpus_after_planning)
+    change_after_planning(monkeypatch, corpus, rows(6)[1:])
     report = extract(config)
     assert (report.extracted, report.removed, report.unaccounted) == (1, 1, 0)
     assert {row.doc_id for row in KVStore.open(config.store).rows()} == {f"doc-{i}" for i in range(1, 6)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from c2kv_core.compose import compose
-from c2kv_core.compressor import SourceDocument
+from c2kv_core.document import SourceDocument
 from c2kv_core.text import ChatRenderer
 from serve_app.loading import load_service
 from serve_app.service import ChatService

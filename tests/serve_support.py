@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from c2kv_core.compose import ComposedContext, compose, prefill
-from c2kv_core.compressor import Compressor, SourceDocument
+from c2kv_core.compressor import Compressor
+from c2kv_core.document import SourceDocument
 from c2kv_core.generate import generate
 from c2kv_core.sampling import SamplingParams
 from c2kv_core.store import KVStore, SourceText

@@ -43,6 +43,11 @@ def keys_of(doc_ids: Sequence[str]) -> Keys:
     return _as_keys(b"".join(map(key_of, doc_ids)))
 
 
+def ids_beyond(doc_ids: Sequence[str], keys: Keys, known: Keys) -> list[str]:
+    """Those of the ids, with their keys, whose keys are not among the known ones."""
+    return [doc_ids[place] for place in np.flatnonzero(~np.isin(keys, known)).tolist()]
+
+
 def digest_of(hexadecimal: str) -> int:
     """First 8 bytes of a SHA-256 given as hex: enough to tell whether one document changed."""
     return int(hexadecimal[:16], 16)
