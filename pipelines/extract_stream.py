@@ -1,12 +1,10 @@
 """The Ray Data part of a run: units from the readers through the actors, as they are finished, watched over."""
 
-import logging
 import queue
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from typing import Any
 
 from c2kv_core.errors import C2KVError
@@ -15,6 +13,7 @@ from pipelines.extract_config import ExtractConfig
 from pipelines.extract_source import PendingDocuments, Reading
 from pipelines.extract_stage import ExtractStage, StageSettings
 from pipelines.plan import ExtractPlan
+from pipelines.ray_data import quiet_datasets
 
 READER_CPUS = 0.5
 """Logical CPUs of a task that reads the corpus."""
@@ -125,7 +124,7 @@ def _dataset(config: ExtractConfig, plan: ExtractPlan, settings: StageSettings) 
         max_documents=config.documents_per_shard,
     )
     least = config.min_actors or config.actors
-    with _data_context(config), warnings.catch_warnings():
+    with quiet_datasets(**_data_settings(config)), warnings.catch_warnings():
         # Ray 2.60 has no other name for an actor's restarts yet.
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
         source = PendingDocuments(plan.files, plan.pending, reading)
@@ -153,29 +152,13 @@ def _dataset(config: ExtractConfig, plan: ExtractPlan, settings: StageSettings) 
         )
 
 
-@contextmanager
-def _data_context(config: ExtractConfig) -> Iterator[None]:
-    """Settings that a dataset takes over when it is made."""
-    from ray.data import DataContext
-
-    # At errors it prints the trace of every failure, which is told on one line.
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    context = DataContext.get_current()
-    wanted: dict[str, Any] = {
-        "enable_progress_bars": False,
+def _data_settings(config: ExtractConfig) -> dict[str, Any]:
+    return {
         # Behind our own, so that a run that nobody looks after ends as well.
         "execution_no_progress_timeout_s": 1.5 * config.stall_timeout_s + 30.0,
         # A row is a unit and is to be a block: blocks are what is given to an actor, and what is computed again.
         "target_max_block_size": 1,
     }
-    before = {name: getattr(context, name) for name in wanted}
-    for name, value in wanted.items():
-        setattr(context, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(context, name, value)
 
 
 def cause_of(error: BaseException) -> str:

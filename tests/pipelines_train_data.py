@@ -14,15 +14,15 @@ from c2kv_core.errors import CorpusError
 from c2kv_core.text import ChatRenderer
 from pipelines.train.adapters import to_row
 from pipelines.train.config import DataFile, Reconstruction, TrainConfig
+from pipelines.train.ingest import RowFile
 from pipelines.train.mixture import Mixture
 from pipelines.train.prepare import TOO_LONG, Prepared, Preparer
-from pipelines.train.reading import RowFile, read_files
 from pipelines.train.row import RowError
 from pipelines.train.run import train
 from pipelines.train.sampler import DocumentSampler, Sample
 from pipelines.train.stream import RowStream
 from tests.pipelines_sources import write_jsonl
-from tests.pipelines_train_kit import train_config, tree_file, tree_row
+from tests.pipelines_train_kit import read_files, train_config, tree_file, tree_row
 from tests.tiny_models import tiny_tokenizer
 
 HOTPOT: dict[str, Any] = {
@@ -128,7 +128,6 @@ def test_a_bad_file_is_named(
         ),
         ("folder.jsonl", "folder.jsonl: Is a directory"),
         ("rows.csv", "ending in .jsonl"),
-        ("s3://bucket/rows.jsonl", "in a folder that every worker sees, got s3://bucket/rows.jsonl"),
     ],
 )
 def test_files_are_checked_before_ray_and_the_model(

@@ -2,10 +2,13 @@
 
 import json
 import random
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelines.train.config import TrainConfig
+from pipelines.train.config import DataFile, TrainConfig
+from pipelines.train.ingest import RowFile, open_rows
 from tests.pipelines_sources import write_jsonl
 from tests.tiny_models import save_tiny_model
 
@@ -63,6 +66,12 @@ def train_config(tmp_path: Path, model: Path, **changes: Any) -> TrainConfig:
         "curves": False,
     }
     return TrainConfig.model_validate({**settings, **changes})
+
+
+def read_files(config: TrainConfig, files: Sequence[DataFile]) -> list[RowFile]:
+    """The rows of data files, as a run of their own takes them in."""
+    taken, _ = open_rows(config.model_copy(update={"data": tuple(files), "dev": (), "run": uuid.uuid4().hex}))
+    return taken
 
 
 def losses(config: TrainConfig) -> list[float]:

@@ -13,9 +13,8 @@ from c2kv_core import Sidecar, hf_adapter
 from c2kv_core.config import load_config
 from pipelines.train.config import TrainConfig
 from pipelines.train.flops import StepTokens, layer_weights, step_flops
-from pipelines.train.reading import read_files
 from pipelines.train.run import train
-from tests.pipelines_train_kit import tiny_model_dir
+from tests.pipelines_train_kit import read_files, tiny_model_dir
 
 ROOT = Path(__file__).parent.parent
 GPUS_FLOPS = 8 * 0.35 * 989e12

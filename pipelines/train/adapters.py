@@ -45,10 +45,9 @@ def _guess(record: dict[str, Any]) -> str:
 
 
 def _c2kv(record: dict[str, Any]) -> TrainRow:
-    documents = [Passage(d["id"], d.get("title") or "", d["text"]) for d in record["documents"]]
-    return _row(
-        record["id"], documents, record.get("supporting") or (), record["question"], record["answers"]
-    )
+    documents = [Passage(str(d["id"]), d.get("title") or "", d["text"]) for d in record["documents"]]
+    supporting = map(str, record.get("supporting") or ())
+    return _row(record["id"], documents, supporting, record["question"], record["answers"])
 
 
 def _hotpotqa(record: dict[str, Any]) -> TrainRow:
@@ -109,6 +108,11 @@ def _row(
     answer = next((a.strip() for a in answers if a.strip()), None)
     if answer is None:
         raise RowError(NO_ANSWER, str(row_id))
+    try:
+        "".join([str(row_id), question, answer, *(part for d in with_text for part in d)]).encode()
+    except UnicodeEncodeError as error:
+        # Half of a surrogate pair, or bytes of the file that were no UTF-8.
+        raise RowError(UNREADABLE, f"{row_id!a}: not UTF-8 text: {error.reason}") from error
     known = {d.doc_id for d in with_text}
     return TrainRow(
         row_id=str(row_id),

@@ -4,7 +4,7 @@ from typing import Any
 
 from c2kv_core.config import to_yaml
 from pipelines.train.dev import FULL, NONE
-from pipelines.train.reading import RowFile
+from pipelines.train.ingest import RowFile
 from pipelines.train.setup import TrainingSetup
 from pipelines.train.state import RunState
 

@@ -17,7 +17,8 @@ class DataFile(Config):
     """One file of rows and its share of the mixture; its path alone stands for one with all defaults."""
 
     path: str
-    """JSONL(.gz), JSON (a list) or Parquet; relative paths are below ``data_dir``."""
+    """JSON Lines or JSON (a list), also packed (.gz, .zst), or Parquet; local or ``s3://``. Relative paths are below
+    ``data_dir``."""
     weight: float | None = Field(default=None, gt=0.0)
     """Share of the drawn rows relative to the other files; null takes the file's number of rows."""
     layout: Layout = "auto"
@@ -78,7 +79,7 @@ class TrainConfig(Config):
     dev: tuple[DataFile, ...] = ()
     """Held-out files; the exported sidecar is the best on them. None exports the last one."""
     data_dir: str = "."
-    """Folder that relative paths of data files are below."""
+    """Folder or ``s3://`` prefix that relative paths of data files are below."""
     output: str
     """Directory that holds run folders (local, or mounted on every node), or ``s3://bucket/prefix``."""
     run: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -228,6 +229,14 @@ class TrainConfig(Config):
             trained=trained,
         )
 
-    def data_path(self, file: DataFile) -> Path:
-        """Where a data file is."""
-        return Path(self.data_dir).expanduser() / Path(file.path).expanduser()
+    def is_below_data_dir(self, file: DataFile) -> bool:
+        """Whether a data file's path is relative."""
+        return "://" not in file.path and not Path(file.path).expanduser().is_absolute()
+
+    def data_path(self, file: DataFile) -> str:
+        """Where a data file is: a local path, or ``s3://bucket/key``."""
+        if not self.is_below_data_dir(file):
+            return file.path if "://" in file.path else str(Path(file.path).expanduser())
+        if "://" in self.data_dir:
+            return f"{self.data_dir.rstrip('/')}/{file.path}"
+        return str(Path(self.data_dir).expanduser() / file.path)

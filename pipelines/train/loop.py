@@ -25,8 +25,8 @@ from pipelines.train.export import (
     save_best,
 )
 from pipelines.train.folder import CURVES, REPORT, RunFolder
+from pipelines.train.ingest import dropped_rows
 from pipelines.train.prepare import Prepared
-from pipelines.train.reading import dropped_rows
 from pipelines.train.records import Records
 from pipelines.train.setup import TrainingSetup, set_up
 from pipelines.train.state import Best, RunState, restore, state_tensors

@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 
-from pipelines.train.reading import RowFile
+from pipelines.train.ingest import RowFile
 from pipelines.train.row import TrainRow
 
 

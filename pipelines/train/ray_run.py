@@ -12,6 +12,7 @@ from c2kv_core.errors import C2KVError, NonFiniteLossError, TrainingError
 from pipelines.ray_session import MIN_LOGICAL_CPUS, ray_session
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import PROGRESS, STOPPED, RunFolder
+from pipelines.train.ingest import take_in
 from pipelines.train.loop import OnProgress, Progress, train_worker
 from pipelines.train.shard import shard_base
 from pipelines.train.trainer import StepRecord
@@ -34,6 +35,7 @@ def train_on_ray(config: TrainConfig, *, owner: str, progress: OnProgress | None
     cpus = int(config.num_workers * config.num_cpus_per_worker) + 1
     with ray_session(num_cpus=max(MIN_LOGICAL_CPUS, cpus)), _Follow(folder, progress):
         _check_resources(config)
+        take_in(config, folder, on_ray=True)
         _fit(config, owner)
     stopped = folder.get_json(STOPPED)
     if stopped is not None:

@@ -1,126 +1,135 @@
-"""Data files to rows: JSONL(.gz), JSON or Parquet. A bad row is left out and counted, a bad file stops the run."""
+"""Data files to rows: JSON Lines, JSON or Parquet, local or in a bucket. Bad rows are counted, bad files stop."""
 
-import gzip
-import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from c2kv_core.errors import CorpusError
+from c2kv_core.store import open_storage
+from pipelines.corpus.files import CorpusFile, Kind, open_file, open_text
 from pipelines.train.adapters import UNREADABLE, to_row
-from pipelines.train.config import DataFile, TrainConfig
+from pipelines.train.config import Layout, TrainConfig
 from pipelines.train.row import RowError, TrainRow
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+_PACKED = ("", ".gz", ".zst")
+_LINES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in _PACKED)
+_LISTS = tuple(f".json{packed}" for packed in _PACKED)
+SUFFIXES = (*_LINES, *_LISTS, ".parquet")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowFile:
-    """The usable rows of one data file."""
+class RowReader:
+    """Rows of one file, in its order; counts those it leaves out."""
 
-    name: str
-    """File name without suffixes, for tables."""
-    source: DataFile
-    rows: tuple[TrainRow, ...]
-    dropped: dict[str, int]
-    """Rows left out, by reason."""
-    first_fault: str | None
-    """Place and reason of the first row left out."""
+    def __init__(self, path: str, *, layout: Layout, limit: int | None) -> None:
+        """What ``TrainConfig.data_path`` gives, and how its rows are laid out; at most ``limit`` are read."""
+        self._path, self._layout, self._limit = path, layout, limit
+        self.dropped: Counter[str] = Counter()
+        self.first_fault: str | None = None
+
+    def __iter__(self) -> Iterator[TrainRow]:
+        """Usable rows.
+
+        Raises:
+            CorpusError: the file is missing or unreadable as a whole.
+        """
+        try:
+            for place, record in islice(_records(locate(self._path)), self._limit):
+                try:
+                    yield to_row(record, self._layout)
+                except RowError as fault:
+                    self.dropped[fault.reason] += 1
+                    self.first_fault = self.first_fault or f"{place}: {fault}"
+        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+            raise CorpusError(
+                f"cannot read the data file {self._path}: {' '.join(str(error).split())}"
+            ) from error
 
 
 def check_files(config: TrainConfig) -> None:
-    """Whether every data file can be opened, which costs nothing, before Ray and the model are brought up.
+    """Whether every data file can be opened, which costs little, before Ray and the model are brought up.
 
     Raises:
         CorpusError: the first that cannot.
     """
     for file in (*config.data, *config.dev):
-        if "://" in file.path or "://" in config.data_dir:
-            raise CorpusError(
-                f"expected data files in a folder that every worker sees, got {file.path} in {config.data_dir}; "
-                "copy them there"
-            )
         path = config.data_path(file)
-        _check_suffix(path)
         try:
-            path.open("rb").close()
+            open_file(locate(path)).close()
         except OSError as error:
-            below = "" if Path(file.path).expanduser().is_absolute() else f" (data_dir is {config.data_dir})"
+            below = f" (data_dir is {config.data_dir})" if config.is_below_data_dir(file) else ""
             raise CorpusError(
-                f"cannot read the data file {path}: {error.strerror}; give one that exists{below}"
+                f"cannot read the data file {path}: {error.strerror or error}; give one that exists{below}"
             ) from error
 
 
-def read_files(config: TrainConfig, files: tuple[DataFile, ...]) -> list[RowFile]:
-    """The rows of all files.
-
-    Raises:
-        CorpusError: a file is missing, unreadable as a whole, or has no usable row.
-    """
-    return [_read(config.data_path(file), file) for file in files]
-
-
-def _read(path: Path, source: DataFile) -> RowFile:
-    rows: list[TrainRow] = []
-    dropped: Counter[str] = Counter()
-    first_fault = None
-    try:
-        for place, record in islice(_records(path), source.limit):
-            try:
-                rows.append(to_row(record, source.layout))
-            except RowError as fault:
-                dropped[fault.reason] += 1
-                first_fault = first_fault or f"{place}: {fault}"
-    except (OSError, EOFError, pa.ArrowException) as error:
-        raise CorpusError(f"cannot read the data file {path}: {error}") from error
-    if not rows:
-        raise CorpusError(f"expected usable rows in {path}, found none; the first fault: {first_fault}")
-    name = path.name
+def table_name(path: str) -> str:
+    """File name without suffixes, for tables."""
+    name = PurePosixPath(path).name
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         name = name.removesuffix(suffix)
-    return RowFile(name=name, source=source, rows=tuple(rows), dropped=dict(dropped), first_fault=first_fault)
+    return name
 
 
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
+def locate(path: str) -> CorpusFile:
+    """A data file as the readers of corpora take it.
+
+    Raises:
+        CorpusError: its name has no known ending.
+        OSError: it is not there.
+    """
+    name = PurePosixPath(path).name
+    if not name.lower().endswith(SUFFIXES):
+        raise CorpusError(f"{path}: expected a data file ending in {', '.join(SUFFIXES)}")
+    kind: Kind = "parquet" if name.lower().endswith(".parquet") else "jsonl"
+    return CorpusFile(path=path, name=name, size_bytes=_size(path, name), kind=kind)
+
+
+def _size(path: str, name: str) -> int:
+    if "://" not in path:
+        return Path(path).stat().st_size
+    # Of a prefix, all keys that begin with it are listed.
+    for found in open_storage(path.removesuffix(f"/{name}")).list_files(name):
+        if found.path == name:
+            return found.size_bytes
+    raise FileNotFoundError(2, "No such object", path)
+
+
+def _records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
     """Each record and its place; one that is not JSON comes as None."""
-    _check_suffix(path)
-    name = path.name.lower()
-    if name.endswith(".parquet"):
-        yield from _parquet_records(path)
-    elif name.endswith((".json", ".json.gz")):
-        yield from _json_records(path)
+    name = file.name.lower()
+    if file.kind == "parquet":
+        yield from _parquet_records(file)
+    elif name.endswith(_LISTS):
+        yield from _list_records(file)
     else:
-        with _open_text(path) as lines:
+        # Broken bytes make one row unreadable, not the whole file.
+        with open_text(file, encoding="utf-8-sig", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"line {number}", _parsed(line)
 
 
-def _check_suffix(path: Path) -> None:
-    if not path.name.lower().endswith(SUFFIXES):
-        raise CorpusError(f"{path}: expected a data file ending in {', '.join(SUFFIXES)}")
-
-
-def _parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
+def _parquet_records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
     number = 0
-    for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
-        for record in batch.to_pylist():
-            number += 1
-            yield f"row {number}", record
+    with open_file(file) as opened:
+        for batch in pq.ParquetFile(opened).iter_batches(batch_size=256):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"row {number}", record
 
 
-def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    with _open_text(path) as file:
-        whole = _parsed(file.read())
+def _list_records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
+    with open_text(file, encoding="utf-8-sig", errors="surrogateescape") as opened:
+        whole = _parsed(opened.read())
     if not isinstance(whole, list):
-        raise CorpusError(f"{path}: expected a JSON list of rows; for one object a line, name it .jsonl")
+        raise CorpusError(f"{file}: expected a JSON list of rows; for one object a line, name it .jsonl")
     for number, record in enumerate(whole, start=1):
         yield f"row {number}", record
 
@@ -128,23 +137,8 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
 
 
-def _open_text(path: Path) -> io.TextIOWrapper:
-    # Broken bytes make one row unreadable, not the whole file.
-    if path.name.lower().endswith(".gz"):
-        return io.TextIOWrapper(gzip.open(path, "rb"), encoding="utf-8", errors="surrogateescape")
-    return path.open(encoding="utf-8", errors="surrogateescape")
-
-
-def dropped_rows(files: list[RowFile]) -> dict[str, int]:
-    """Rows left out over all files, by reason."""
-    total: Counter[str] = Counter()
-    for file in files:
-        total.update(file.dropped)
-    return dict(total)
-
-
-__all__ = ["UNREADABLE", "RowFile", "check_files", "dropped_rows", "read_files"]
+__all__ = ["SUFFIXES", "UNREADABLE", "RowReader", "check_files", "locate", "table_name"]

@@ -16,6 +16,7 @@ from pipelines.interrupts import sigterm_interrupts
 from pipelines.train.attempts import Attempt
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import REPORT, RunFolder
+from pipelines.train.ingest import is_taken_in
 from pipelines.train.loop import OnProgress, train_worker
 from pipelines.train.reading import check_files
 from pipelines.train.world import World
@@ -32,8 +33,9 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
         InputError: a subclass that says what is wrong with configuration, data, model or sidecar.
         TrainingError: the run cannot go on; what it has saved stays.
     """
-    check_files(config)
     folder = RunFolder(config)
+    if not is_taken_in(folder):
+        check_files(config)
     folder.open()
     owner = uuid.uuid4().hex
     with folder.writing():

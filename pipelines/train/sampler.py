@@ -1,12 +1,11 @@
 """From a place in the mixture to what is asked there: documents in their order, and a ratio for each."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.train.reading import RowFile
+from pipelines.train.ingest import RowFile
 from pipelines.train.row import Passage, TrainRow
 
 
@@ -45,9 +44,6 @@ class DocumentSampler:
         """
         self._files = files
         self._questions, self._passages = questions, passages
-        self._asking = [_rows_by_document(f.rows) for f in files] if questions > 1 else []
-        # Ids are unique, so that a paragraph with many questions counts once.
-        self._pools = [list({d.doc_id: d for row in f.rows for d in row.documents}.values()) for f in files]
 
     def sample(
         self,
@@ -86,9 +82,8 @@ class DocumentSampler:
         if self._questions == 1:
             return ()
         there = {d.doc_id for d in documents}
-        asking = self._asking[file]
-        fitting = [r for d in documents for r in asking.get(d.doc_id, ()) if r is not row]
-        fitting = [r for r in fitting if r.supporting <= there]
+        asking = self._files[file].rows.asking
+        fitting = [r for d in documents for r in asking(d.doc_id) if r != row and r.supporting <= there]
         order = random.permutation(len(fitting))[: self._questions - 1]
         return tuple(fitting[i] for i in order)
 
@@ -100,7 +95,7 @@ class DocumentSampler:
     def _strangers(
         self, file: int, chosen: list[Passage], count: int, random: np.random.Generator
     ) -> list[Passage]:
-        pool = self._pools[file]
+        pool = self._files[file].rows.pool
         seen = {d.doc_id for d in chosen}
         found: list[Passage] = []
         # A pool smaller than what is wanted gives fewer; the number of tries is bounded for that reason.
@@ -112,11 +107,3 @@ class DocumentSampler:
                 seen.add(passage.doc_id)
                 found.append(passage)
         return found
-
-
-def _rows_by_document(rows: Sequence[TrainRow]) -> dict[str, list[TrainRow]]:
-    """Rows under one of the documents that they need."""
-    found: dict[str, list[TrainRow]] = defaultdict(list)
-    for row in rows:
-        found[min(row.supporting)].append(row)
-    return found

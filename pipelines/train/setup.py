@@ -18,9 +18,9 @@ from c2kv_core.remote_sidecar import sidecar_directory
 from c2kv_core.text import ChatRenderer
 from pipelines.train.config import TrainConfig
 from pipelines.train.control_objective import ControlObjective
+from pipelines.train.ingest import RowFile, open_rows
 from pipelines.train.objective import Objective
 from pipelines.train.prepare import Preparer
-from pipelines.train.reading import RowFile, read_files
 from pipelines.train.stream import RowStream
 
 
@@ -86,7 +86,7 @@ def set_up(
         max_row_tokens=min(config.max_row_tokens, hf_adapter.max_positions(model)) - len(prefix_ids),
         reconstruction=config.reconstruction,
     )
-    files = read_files(config, config.data)
+    files, dev_files = open_rows(config)
     objective = (
         ControlObjective(config, model, extractor.sidecar, prefix_ids=prefix_ids)
         if config.control
@@ -97,7 +97,7 @@ def set_up(
         model=model,
         sidecar=extractor.sidecar,
         files=files,
-        dev_files=read_files(config, config.dev),
+        dev_files=dev_files,
         preparer=preparer,
         stream=RowStream(config, files, preparer),
         objective=objective,

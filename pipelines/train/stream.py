@@ -9,9 +9,9 @@ import numpy as np
 
 from c2kv_core.errors import CorpusError
 from pipelines.train.config import TrainConfig
+from pipelines.train.ingest import RowFile
 from pipelines.train.mixture import Mixture
 from pipelines.train.prepare import Prepared, Preparer
-from pipelines.train.reading import RowFile
 from pipelines.train.row import RowError, TrainRow
 from pipelines.train.sampler import DocumentSampler, Sample
 

@@ -1,0 +1,216 @@
+"""What a run trains on, taken in once: data files to row tables in the run folder, by Ray Data where workers are.
+
+A run goes on with the rows it began with, whatever becomes of the files, and every worker sees the same. Pieces come
+first and the list that names them last, so that a run that was cut off while it read starts to read anew.
+"""
+
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from c2kv_core.errors import CorpusError, InputError, TrainingError
+from c2kv_core.store import Storage, open_storage
+from c2kv_core.store.checksum import digest
+from pipelines.ray_data import quiet_datasets
+from pipelines.train.config import DataFile, Layout, TrainConfig
+from pipelines.train.folder import RunFolder
+from pipelines.train.reading import RowReader, table_name
+from pipelines.train.row_table import RowTable, row_pieces
+
+ROWS = "rows.json"
+"""List of all tables; where it is, they are whole."""
+READER_CPUS = 0.5
+"""Logical CPUs of a task that reads a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One Arrow file of a table."""
+
+    path: str
+    """Below the run folder."""
+    rows: int
+    checksum: str
+    """xxh3-128 of its bytes, in hexadecimal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What a data file came to."""
+
+    path: str
+    """Of the data file."""
+    pieces: tuple[Piece, ...]
+    dropped: dict[str, int]
+    """Rows left out, by reason."""
+    first_fault: str | None
+    """Place and reason of the first row left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadTask:
+    """One data file to take in; small and picklable."""
+
+    number: int
+    """Among all of the run, which names its pieces."""
+    path: str
+    layout: Layout
+    limit: int | None
+    location: str
+    """Of the run folder."""
+
+
+class RowFile:
+    """The usable rows of one data file."""
+
+    def __init__(self, source: DataFile, table: Table, rows: RowTable) -> None:
+        self.source, self.rows = source, rows
+        self.name = table_name(table.path)
+        """File name without suffixes, for tables."""
+        self.dropped, self.first_fault = table.dropped, table.first_fault
+
+
+_TABLES = TypeAdapter(list[Table])
+
+
+def is_taken_in(folder: RunFolder) -> bool:
+    """Whether the run has its rows."""
+    return folder.storage.exists(ROWS)
+
+
+def take_in(config: TrainConfig, folder: RunFolder, *, on_ray: bool = False) -> None:
+    """Read all data files into the run folder, unless that was done; on Ray in parallel, by Ray Data.
+
+    Raises:
+        CorpusError: a file is missing, unreadable as a whole, or has no usable row.
+        TrainingError: the run folder cannot be written.
+    """
+    if is_taken_in(folder):
+        return
+    tasks = [
+        ReadTask(
+            number=number,
+            path=config.data_path(file),
+            layout=file.layout,
+            limit=file.limit,
+            location=folder.location,
+        )
+        for number, file in enumerate((*config.data, *config.dev))
+    ]
+    with folder.writing():
+        tables = _by_ray_data(tasks) if on_ray else [read_table(task, folder.storage) for task in tasks]
+    folder.put_json(ROWS, _TABLES.dump_python(tables, mode="json"))
+
+
+def read_table(task: ReadTask, storage: Storage) -> Table:
+    """Read one data file and put its pieces.
+
+    Raises:
+        CorpusError: it is missing, unreadable as a whole, or has no usable row.
+        OSError: the pieces cannot be put.
+    """
+    reader = RowReader(task.path, layout=task.layout, limit=task.limit)
+    pieces = []
+    for number, (data, rows) in enumerate(row_pieces(reader)):
+        path = f"rows/{task.number:03d}/{number:05d}.arrow"
+        storage.put(path, data)
+        pieces.append(Piece(path=path, rows=rows, checksum=digest(data).hex()))
+    if not pieces:
+        raise CorpusError(
+            f"expected usable rows in {task.path}, found none; the first fault: {reader.first_fault}"
+        )
+    return Table(
+        path=task.path, pieces=tuple(pieces), dropped=dict(reader.dropped), first_fault=reader.first_fault
+    )
+
+
+def open_rows(config: TrainConfig) -> tuple[list[RowFile], list[RowFile]]:
+    """Tables of the run's ``data`` and of its ``dev``, taken in first where nobody has done so.
+
+    Raises:
+        CorpusError: as ``take_in``.
+        TrainingError: a piece is missing or not what was written.
+    """
+    folder = RunFolder(config)
+    take_in(config, folder)
+    tables = _TABLES.validate_python(folder.get_json(ROWS))
+    sources = (*config.data, *config.dev)
+    files = [
+        RowFile(source, table, _open(folder, table.pieces))
+        for source, table in zip(sources, tables, strict=True)
+    ]
+    return files[: len(config.data)], files[len(config.data) :]
+
+
+def dropped_rows(files: Iterable[RowFile]) -> dict[str, int]:
+    """Rows left out over all files, by reason."""
+    total: dict[str, int] = {}
+    for file in files:
+        for reason, count in file.dropped.items():
+            total[reason] = total.get(reason, 0) + count
+    return total
+
+
+def _open(folder: RunFolder, pieces: Iterable[Piece]) -> RowTable:
+    buffers = []
+    for piece in pieces:
+        try:
+            buffer = _mapped(folder.storage, piece.path)
+        except OSError as error:
+            raise TrainingError(
+                f"cannot read the run's rows in {folder.location}/{piece.path}: {error.strerror or error}; "
+                f"remove {ROWS} there to read the data files anew"
+            ) from error
+        if digest(buffer).hex() != piece.checksum:
+            raise TrainingError(
+                f"the run's rows in {folder.location}/{piece.path} are not those that were written; remove {ROWS} "
+                "there to read the data files anew"
+            )
+        buffers.append(buffer)
+    return RowTable(buffers)
+
+
+def _mapped(storage: Storage, path: str) -> pa.Buffer:
+    """A file's bytes outside of the process's own memory."""
+    buffer = storage.get(path)
+    if "://" not in storage.uri:
+        return buffer
+    with tempfile.NamedTemporaryFile(prefix="c2kv-rows-", suffix=Path(path).suffix) as copy:
+        copy.write(memoryview(buffer))
+        copy.flush()
+        # The map outlives the name.
+        return pa.memory_map(copy.name).read_buffer()
+
+
+def _by_ray_data(tasks: list[ReadTask]) -> list[Table]:
+    """A Ray Data task for each file; only what became of it comes back."""
+    import ray.data
+
+    numbered = {task.number: task for task in tasks}
+    with quiet_datasets():
+        dataset = ray.data.from_items([{"number": n} for n in numbered], override_num_blocks=len(tasks))
+        done = dataset.map(partial(_read_on_ray, tasks=numbered), num_cpus=READER_CPUS).take_all()
+    reports = sorted(done, key=lambda row: int(row["number"]))
+    for row in reports:
+        if row["fault"]:
+            raise CorpusError(row["fault"]) if row["input"] else TrainingError(row["fault"])
+    return [TypeAdapter(Table).validate_json(row["table"]) for row in reports]
+
+
+def _read_on_ray(row: dict[str, Any], tasks: dict[int, ReadTask]) -> dict[str, Any]:
+    """Runs on any node. Faults are told in the row: raised, they would be tried again and come back as a trace."""
+    task = tasks[int(row["number"])]
+    report = {"number": task.number, "table": "", "fault": "", "input": False}
+    try:
+        table = read_table(task, open_storage(task.location))
+    except InputError as error:
+        return {**report, "fault": str(error), "input": True}
+    except OSError as error:
+        return {**report, "fault": f"cannot write the run folder {task.location}: {error.strerror or error}"}
+    return {**report, "table": TypeAdapter(Table).dump_json(table).decode()}

@@ -1,0 +1,175 @@
+"""Data files to the run's own rows: the same by Ray Data as in this process, kept whatever becomes of the files."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from c2kv_core.errors import CorpusError, TrainingError
+from c2kv_core.store import open_storage
+from pipelines.train.config import TrainConfig
+from pipelines.train.folder import RunFolder
+from pipelines.train.ingest import ROWS, dropped_rows, open_rows, take_in
+from pipelines.train.row import Passage, TrainRow
+from pipelines.train.row_table import RowTable, row_pieces
+from pipelines.train.run import train
+from tests.pipelines_train_kit import losses, tiny_model_dir, train_config, tree_file, tree_row
+
+# ---- tables
+
+
+def many_rows(count: int) -> list[TrainRow]:
+    """Rows that share documents, with texts of every kind."""
+    passages = [Passage(f"d{n}", "t" * (n % 3), f"text\n{n} \U0001f333 \0") for n in range(count // 2 + 1)]
+    return [
+        TrainRow(
+            row_id=f"r{n}",
+            documents=(passages[n // 2], passages[(n * 7) % len(passages)]),
+            supporting=frozenset({passages[n // 2].doc_id}),
+            question=f"q{n}?",
+            answer="a",
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 1000])
+@pytest.mark.parametrize("piece_bytes", [1, 2**20])
+def test_a_table_is_the_rows_it_was_made_of(count: int, piece_bytes: int) -> None:
+    rows = many_rows(count)
+    pieces = list(row_pieces(rows, piece_bytes=piece_bytes))
+    assert sum(size for _, size in pieces) == count
+    assert (len(pieces) > 1) == (piece_bytes == 1 and count > 256)
+    table = RowTable(data for data, _ in pieces)
+    assert list(table) == rows
+    assert (table[-1], table[1:3]) == (rows[-1], rows[1:3])
+    with pytest.raises(IndexError, match=f"a row from 0 to {count - 1}"):
+        table[count]
+
+
+def test_documents_and_questions_are_found_as_by_looking_at_all_rows() -> None:
+    rows = many_rows(700)
+    table = RowTable(data for data, _ in row_pieces(rows, piece_bytes=1))
+    once = {document.doc_id: document for row in rows for document in row.documents}
+    assert list(table.pool) == list(once.values())
+    for doc_id in [*once, "nobody's"]:
+        assert table.asking(doc_id) == [row for row in rows if min(row.supporting) == doc_id]
+
+
+def test_a_table_of_no_rows_is_empty() -> None:
+    table = RowTable([])
+    assert (len(table), len(table.pool), table.asking("d0")) == (0, 0, [])
+
+
+# ---- taking in
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """Two data files with faults, one of them packed, and a held-out file. No model is loaded."""
+    lines = [json.dumps(tree_row(place)).encode() for place in range(40)]
+    lines[3], lines[5] = b"{", b'{"id": "\xff"}'
+    lines[7] = json.dumps(tree_row(7, question="\ud83d?")).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines)))
+    (tmp_path / "b.json").write_text(json.dumps([tree_row(1, id=7), tree_row(2, answers=[])]))
+    tree_file(tmp_path / "dev.jsonl", rows=4)
+    files: dict[str, Any] = {"data": [{"path": "a.jsonl.gz", "limit": 30}, "b.json"], "dev": ["dev.jsonl"]}
+    return train_config(tmp_path, Path("unused"), data_dir=str(tmp_path), **files)
+
+
+def test_bad_rows_are_counted_and_the_rest_is_taken(config: TrainConfig) -> None:
+    (a, b), (dev,) = open_rows(config)
+    assert (a.name, b.name, dev.name) == ("a", "b", "dev")
+    assert [len(file.rows) for file in (a, b, dev)] == [27, 1, 4]
+    assert a.dropped == {"unreadable": 3}
+    assert a.first_fault is not None and a.first_fault.startswith("line 4: unreadable")
+    assert dropped_rows([a, b]) == {"unreadable": 3, "no answer": 1}
+    assert b.rows[0].row_id == "7"
+
+
+def test_ray_data_takes_in_what_this_process_does(ray_cluster: None, config: TrainConfig) -> None:
+    alone, spread = RunFolder(config), RunFolder(config.model_copy(update={"run": "spread"}))
+    take_in(config, alone)
+    take_in(spread.config, spread, on_ray=True)
+    assert spread.get_json(ROWS) == alone.get_json(ROWS)
+    for piece in (piece for table in alone.get_json(ROWS) for piece in table["pieces"]):
+        assert spread.storage.get(piece["path"]) == alone.storage.get(piece["path"])
+
+
+@pytest.mark.parametrize("on_ray", [False, True])
+def test_a_file_without_a_usable_row_ends_it_before_anything_counts(
+    request: pytest.FixtureRequest, config: TrainConfig, tmp_path: Path, on_ray: bool
+) -> None:
+    if on_ray:
+        request.getfixturevalue("ray_cluster")
+    (tmp_path / "b.json").write_text("[1]")
+    folder = RunFolder(config)
+    expected = r"usable rows in .*b.json, found none; the first fault: row 1: unreadable: expected an object, got int$"
+    with pytest.raises(CorpusError, match=expected):
+        take_in(config, folder, on_ray=on_ray)
+    assert not folder.storage.exists(ROWS)
+    (tmp_path / "b.json").write_text(json.dumps([tree_row(1)]))
+    take_in(config, folder, on_ray=on_ray)
+    assert [len(file.rows) for file in open_rows(config)[0]] == [27, 1]
+
+
+def test_a_run_goes_on_with_the_rows_it_began_with(tmp_path: Path) -> None:
+    model = tiny_model_dir(tmp_path / "tiny")
+    whole = train_config(tmp_path, model, run="whole")
+    train(whole)
+    # A run of three steps is no part of one of six, so the second is stopped in its third.
+    cut = train_config(tmp_path, model, run="cut")
+    stopped = RuntimeError("stopped")
+
+    def stop(progress: Any) -> None:
+        if progress.step == 3:
+            raise stopped
+
+    with pytest.raises(RuntimeError) as caught:
+        train(cut, progress=stop)
+    assert caught.value is stopped
+    data = tmp_path / "trees.jsonl"
+    data.write_text(json.dumps(tree_row(0, answers=["another"])))
+    train(cut)
+    assert losses(cut) == losses(whole)
+    data.unlink()
+    assert train(cut)["rows"] == 24, "a finished run needs no file"
+
+
+@pytest.mark.parametrize("fault", ["flipped", "missing"])
+def test_damaged_rows_are_told(config: TrainConfig, fault: str) -> None:
+    open_rows(config)
+    piece = Path(RunFolder(config).location) / "rows/000/00000.arrow"
+    data = bytearray(piece.read_bytes())
+    data[len(data) // 2] ^= 1
+    piece.unlink()
+    if fault == "flipped":
+        piece.write_bytes(data)
+    with pytest.raises(TrainingError, match=r"rows/000/00000.arrow.*remove rows.json there"):
+        open_rows(config)
+
+
+def test_files_and_run_may_lie_in_a_bucket(config: TrainConfig, tmp_path: Path, bucket: str) -> None:
+    storage = open_storage(f"{bucket}/data")
+    for name in ("a.jsonl.gz", "b.json", "dev.jsonl"):
+        storage.put(name, (tmp_path / name).read_bytes())
+    # Beside it one whose name begins alike.
+    storage.put("b.json.gz", b"")
+    away = config.model_copy(update={"data_dir": f"{bucket}/data", "output": f"{bucket}/runs"})
+    here, there = open_rows(config), open_rows(away)
+    for one, other in zip([*here[0], *here[1]], [*there[0], *there[1]], strict=True):
+        assert list(one.rows) == list(other.rows)
+        assert (one.name, one.dropped) == (other.name, other.dropped)
+    missing = away.model_copy(update={"dev": (config.data[0].model_copy(update={"path": "c.jsonl"}),)})
+    with pytest.raises(
+        CorpusError, match=r"data file s3://.*/data/c.jsonl: No such object; .*\(data_dir is s3://"
+    ):
+        train(missing.model_copy(update={"run": "other"}))
+
+
+def test_a_piece_of_another_form_is_no_table() -> None:
+    with pytest.raises(pa.ArrowInvalid):
+        RowTable([pa.py_buffer(b"ARROW1\0\0 cut off")])
