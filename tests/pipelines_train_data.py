@@ -13,6 +13,7 @@ import pytest
 from c2kv_core.errors import CorpusError
 from c2kv_core.text import ChatRenderer
 from pipelines.train.adapters import to_row
+from pipelines.train.ahead import RowsAhead
 from pipelines.train.config import DataFile, Reconstruction, TrainConfig
 from pipelines.train.ingest import RowFile
 from pipelines.train.mixture import Mixture
@@ -20,7 +21,7 @@ from pipelines.train.prepare import TOO_LONG, Prepared, Preparer
 from pipelines.train.row import RowError
 from pipelines.train.run import train
 from pipelines.train.sampler import DocumentSampler, Sample
-from pipelines.train.stream import RowStream
+from pipelines.train.stream import RowStream, StepRows
 from tests.pipelines_sources import write_jsonl
 from tests.pipelines_train_kit import read_files, train_config, tree_file, tree_row
 from tests.tiny_models import tiny_tokenizer
@@ -197,6 +198,33 @@ def stream_of(tmp_path: Path, **changes: Any) -> RowStream:
 def samples(stream: RowStream, step: int, *, rank: int = 0, world: int = 1) -> list[Sample]:
     groups = stream.step(step, rank=rank, world=world).micro_batches
     return sorted((row.sample for group in groups for row in group), key=str)
+
+
+def test_rows_prepared_ahead_are_those_of_the_step(tmp_path: Path) -> None:
+    stream, other = stream_of(tmp_path, batch_rows=8), stream_of(tmp_path, batch_rows=8)
+    asked: list[int] = []
+    begin = other.step
+
+    def noted(step: int, *, rank: int, world: int) -> StepRows:
+        asked.append(step)
+        return begin(step, rank=rank, world=world)
+
+    other.step = noted  # type: ignore[method-assign]
+    ahead = RowsAhead(other, rank=1, world=2, last_step=7)
+    # In order, then as a run that goes on elsewhere.
+    for step in (1, 2, 6, 7):
+        assert ahead.take(step) == stream.step(step, rank=1, world=2)
+    assert asked == [1, 2, 3, 6, 7], "each step once, and none after the last"
+
+
+def test_a_fault_of_the_next_step_is_told_there(tmp_path: Path) -> None:
+    # Until the second step rows have one document, and fit.
+    stages = [{"from_step": 2, "documents_per_row": [3, 3]}]
+    stream = stream_of(tmp_path, max_row_tokens=64, documents_per_row=(1, 1), stages=stages)
+    ahead = RowsAhead(stream, rank=0, world=1, last_step=2)
+    assert ahead.take(1).micro_batches
+    with pytest.raises(CorpusError, match="100 rows in turn cannot be used"):
+        ahead.take(2)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from pipelines.train.ahead import RowsAhead
 from pipelines.train.config import TrainConfig
 from pipelines.train.flops import StepTokens, layer_weights, peak_flops, step_flops
 from pipelines.train.objective import Sums
@@ -61,6 +62,7 @@ class Trainer:
         self.config: TrainConfig = setup.config
         self.weights = MasterWeights(setup.sidecar)
         self.optimizer = SidecarOptimizer(self.config, self.weights)
+        self._rows = RowsAhead(setup.stream, rank=world.rank, world=world.size, last_step=setup.config.steps)
         self._peak, self._base_weights = peak_flops(setup.device), layer_weights(setup.model)
         ratios = self.config.all_ratios()
         self._names = [*_COUNTS, "loss", *_LOSSES]
@@ -73,7 +75,7 @@ class Trainer:
             NonFiniteLossSignal: on every worker alike; the weights are as before.
         """
         started = time.perf_counter()
-        rows = self.setup.stream.step(step, rank=self.world.rank, world=self.world.size)
+        rows = self._rows.take(step)
         sums: Sums = defaultdict(float, dropped=float(rows.dropped.total()))
         self.weights.clear_gradients()
         for group in rows.micro_batches:
