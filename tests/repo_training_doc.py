@@ -120,3 +120,13 @@ def test_the_way_to_make_a_file_gives_rows(tmp_path: Path, monkeypatch: pytest.M
     (file,) = read_files(recipe, recipe.data[:1])
     (row,) = file.rows
     assert (row.question, row.answer, row.documents[0].title) == ("Who planted it?", "a baker", "The oak")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("train-*.yaml")), ids=lambda file: file.stem)
+def test_recipes_of_the_default_model_fit_the_package(file: Path) -> None:
+    recipe = load_config(TrainConfig, file, [])
+    assert recipe.model == "smollm2-135m-instruct"
+    assert recipe.all_ratios() == (4, 8, 16)
+    weights = 30 * recipe.rank * (3 * 576 + 576 + 2 * 192) if recipe.rank else 0
+    assert 0 < 2 * weights < 20e6, "bytes in bfloat16"
+    assert all(source.licence != "not stated" for source in (*recipe.data, *recipe.dev))
