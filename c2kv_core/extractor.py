@@ -7,7 +7,7 @@ H head dim, L layers.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from c2kv_core.errors import ContextLengthError, InputError
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.slot_attention import slot_attention
 from c2kv_core.slot_residual import SlotResidual
+from c2kv_core.slot_selection import selected_kv, selected_tokens
 from c2kv_core.slots import slot_count, slot_positions
 
 
@@ -146,11 +147,16 @@ class Extractor:
             for ratio in ratios
         ]
         layers = hf_adapter.decoder_layers(self.model)
-        for index, (token_k, token_v) in enumerate(_token_kv(self.model, ids_BN)):
+        selects = self.sidecar.config.selection == "scored"
+        for index, tokens in enumerate(_token_states(self.model, ids_BN, last=selects)):
             for stream in streams:
-                stream.step(index, layers[index], token_k, token_v)
-        for stream in streams:
-            stream.finish(layers[-1])
+                if index + 1 < len(layers):
+                    stream.step(index, layers[index], tokens)
+                else:
+                    stream.finish(layers[index], tokens)
+        if not selects:
+            for stream in streams:
+                stream.finish(layers[-1], None)
         return [stream.states() for stream in streams]
 
     def _check_documents(self, documents: Sequence[Sequence[int]]) -> None:
@@ -178,22 +184,37 @@ class _CaptureCache:
         return keys, values
 
 
+class TokenStates(NamedTuple):
+    """What slots read of the tokens in one layer."""
+
+    hidden: Tensor
+    """(B, N, D), the layer's input."""
+    keys: Tensor
+    """(B, K, N, H), rotated."""
+    values: Tensor
+    """(B, K, N, H)."""
+
+
 @torch.no_grad()
-def _token_kv(model: PreTrainedModel, ids_BN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rotated keys and values (B, K, N, H) of the tokens, for every layer but the last, which slots do not read.
+def _token_states(model: PreTrainedModel, ids_BN: Tensor, *, last: bool) -> Iterator[TokenStates]:
+    """States of the tokens, layer by layer. Attention of slots does not read the last layer: it comes if ``last``.
 
     Padding stands to the right, so plain causal attention keeps it from every real token.
     """
     positions = torch.arange(ids_BN.shape[1], device=ids_BN.device).expand_as(ids_BN)
     angles = hf_adapter.rotation(model, positions)
     hidden = hf_adapter.embed(model, ids_BN)
-    for layer in hf_adapter.decoder_layers(model)[:-1]:
-        capture = _CaptureCache()
+    *layers, last_layer = hf_adapter.decoder_layers(model)
+    for layer in layers:
+        capture, before = _CaptureCache(), hidden
         hidden = hf_adapter.run_layer(
             layer, hidden, positions=positions, angles=angles, cache=capture, mask=None
         )
         assert capture.kv is not None, "a stock decoder layer always updates its cache"
-        yield capture.kv
+        yield TokenStates(before, *capture.kv)
+    if last:
+        keys, values = hf_adapter.inside(last_layer, partial(hf_adapter.project_kv, last_layer), hidden)
+        yield TokenStates(hidden, hf_adapter.rotate(keys, angles), values)
 
 
 class _SlotStream:
@@ -224,53 +245,77 @@ class _SlotStream:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def step(self, index: int, layer: hf_adapter.StockLayer, token_k: Tensor, token_v: Tensor) -> None:
+    def step(self, index: int, layer: hf_adapter.StockLayer, tokens: TokenStates) -> None:
         """Run one layer; its stored keys and values are kept."""
         body = partial(self._layer, index, layer)
         if self.recompute:
-            made = checkpoint(body, self.hidden, token_k, token_v, use_reentrant=False)
+            made = checkpoint(body, self.hidden, *tokens, use_reentrant=False)
         else:
-            made = body(self.hidden, token_k, token_v)
+            made = body(self.hidden, *tokens)
         self.hidden, k, v = made
         self.keys.append(k)
         self.values.append(v)
 
-    def finish(self, layer: hf_adapter.StockLayer) -> None:
-        """The last layer: only its keys and values are stored, so nothing attends there."""
+    def finish(self, layer: hf_adapter.StockLayer, tokens: TokenStates | None) -> None:
+        """The last layer: only its keys and values are stored, so nothing attends there.
+
+        Args:
+            layer: of the base.
+            tokens: their states there; None where slots select none of them.
+        """
         k, v = hf_adapter.inside(
-            layer, partial(self._project, len(self.keys), layer, ("k", "v")), self.hidden
+            layer, partial(self._key_values, len(self.keys), layer), self.hidden, *(tokens or ())
         )
         self.keys.append(k)
         self.values.append(v)
 
-    def _project(
-        self, index: int, layer: hf_adapter.StockLayer, names: tuple[str, ...], hidden: Tensor
-    ) -> list[Tensor]:
-        attention = layer.self_attn
+    def _normed(self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor) -> Tensor:
         normed = layer.input_layernorm(hidden)
-        if index == 0:
-            normed = self.residual.projected(normed, layer)
-        return [
-            hf_adapter.project_heads(attention, name, self.sidecar.project(index, name, normed, attention))
-            for name in names
-        ]
+        return self.residual.projected(normed, layer) if index == 0 else normed
+
+    def _project(self, index: int, layer: hf_adapter.StockLayer, name: str, normed: Tensor) -> Tensor:
+        attention = layer.self_attn
+        return hf_adapter.project_heads(attention, name, self.sidecar.project(index, name, normed, attention))
+
+    def _key_values(
+        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE and values of the slots, (B, K, M, H); ``tokens`` are the fields of ``TokenStates``."""
+        normed = self._normed(index, layer, hidden)
+        if self.sidecar.config.selection == "none":
+            return self._project(index, layer, "k", normed), self._project(index, layer, "v", normed)
+        states, attention = TokenStates(*tokens), layer.self_attn
+        with torch.no_grad():
+            scores = self.sidecar.scores(index, layer.input_layernorm(states.hidden))
+            chosen = selected_tokens(scores, self.lengths_B, slots=hidden.shape[1], ratio=self.ratio)
+            kept = selected_kv(states.keys, states.values, chosen, self.angles)
+        added = (
+            hf_adapter.added_heads(
+                attention, name, self.sidecar.added(index, name, normed, attention), normed=normed
+            )
+            for name in ("k", "v")
+        )
+        k, v = (own + more for own, more in zip(kept, added, strict=True))
+        return k, v
 
     def _layer(
-        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, token_k: Tensor, token_v: Tensor
+        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states after a layer, and its keys and values. Changes nothing, so that it can run twice."""
-        return hf_adapter.inside(layer, partial(self._attend, index, layer), hidden, token_k, token_v)
+        return hf_adapter.inside(layer, partial(self._attend, index, layer), hidden, *tokens)
 
     def _attend(
-        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, token_k: Tensor, token_v: Tensor
+        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self._project(index, layer, ("q", "k", "v"), hidden)
+        states = TokenStates(*tokens)
+        q = self._project(index, layer, "q", self._normed(index, layer, hidden))
+        k, v = self._key_values(index, layer, hidden, *tokens)
         attended = slot_attention(
             hf_adapter.rotate(q, self.angles),
             hf_adapter.rotate(k, self.angles),
             v,
-            token_k,
-            token_v,
+            states.keys,
+            states.values,
             lengths_B=self.lengths_B,
             ratio=self.ratio,
             overlap_tokens=self.sidecar.config.overlap_tokens,

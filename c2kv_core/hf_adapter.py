@@ -91,6 +91,13 @@ def rotate(x: Tensor, angles: Rotation) -> Tensor:
     return rotated
 
 
+def unrotate(x: Tensor, angles: Rotation) -> Tensor:
+    """What ``rotate`` with these angles makes (B, heads, T, H) ``x`` of; a scale of the model's RoPE type is undone."""
+    cos, sin = (part.unsqueeze(1) for part in angles)
+    turned: Tensor = (x * cos - rotate_half(x) * sin) / (cos.square() + sin.square())
+    return turned
+
+
 def run_layer(
     layer: StockLayer,
     hidden: Tensor,
@@ -120,6 +127,28 @@ def project_heads(attention: StockLayer, name: str, projected: Tensor) -> Tensor
         heads = norm(heads)
     out: Tensor = heads.transpose(1, 2)
     return out
+
+
+def added_heads(attention: StockLayer, name: str, added: Tensor, *, normed: Tensor) -> Tensor:
+    """How heads (B, heads, T, H) of the k or v projection change when (B, T, heads*H) is added to it.
+
+    Args:
+        attention: of the layer.
+        name: k or v.
+        added: to the base's projection.
+        normed: (B, T, D) what the base projects; only a model's own norm makes the change depend on it.
+    """
+    if getattr(attention, f"{name}_norm", None) is None:
+        return project_heads(attention, name, added)
+    base = getattr(attention, f"{name}_proj")(normed)
+    return project_heads(attention, name, base + added) - project_heads(attention, name, base)
+
+
+def project_kv(layer: StockLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys before RoPE and values (B, K, T, H) of a layer's input (B, T, D)."""
+    attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+    keys = project_heads(attention, "k", attention.k_proj(normed))
+    return keys, project_heads(attention, "v", attention.v_proj(normed))
 
 
 def inside(layer: StockLayer, body: Callable[..., T], *tensors: Tensor) -> T:

@@ -39,11 +39,16 @@ class Identity:
     """``float32``, ``bfloat16`` or ``float16``: of the slots as they are used."""
     quantisation: str
     """Slot codec they are stored by: ``none`` or ``int8``."""
+    selection: str = "none"
 
     @property
     def canonical_json(self) -> str:
         """JSON with sorted keys and no blanks: the text that is hashed."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        described = asdict(self)
+        if self.selection == "none":
+            # As it was before there was the option: what is stored keeps its fingerprint.
+            del described["selection"]
+        return json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @property
     def fingerprint(self) -> str:

@@ -40,8 +40,13 @@ class LowRankProjection(nn.Module):
 
     def forward(self, x: Tensor, base: nn.Linear) -> Tensor:
         """(..., in) to (..., out)."""
-        out: Tensor = base(x) + (x @ self.down.T) @ self.up.T
+        out: Tensor = base(x) + self.added(x, base)
         return out
+
+    def added(self, x: Tensor, base: nn.Linear) -> Tensor:
+        """What it adds to the base's projection of ``x``."""
+        delta: Tensor = (x @ self.down.T) @ self.up.T
+        return delta
 
 
 class FullProjection(nn.Module):
@@ -60,9 +65,27 @@ class FullProjection(nn.Module):
         """(..., in) to (..., out); the base is not used."""
         return nn.functional.linear(x, self.weight, self.bias)
 
+    def added(self, x: Tensor, base: nn.Linear) -> Tensor:
+        """What it adds to the base's projection of ``x``."""
+        delta: Tensor = self(x, base) - base(x)
+        return delta
+
+
+class TokenScores(nn.Module):
+    """For each kv head, how much of a token its slot wants: linear in the token's normed state."""
+
+    def __init__(self, hidden_size: int, kv_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(kv_heads, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., K)."""
+        return nn.functional.linear(x, self.weight)
+
 
 class Sidecar(nn.Module):
-    """Everything C2KV trains. Tensors are named ``slot_embedding`` and ``layers.{l}.{q,k,v}_proj.*``."""
+    """Everything C2KV trains. Tensors are named ``slot_embedding``, ``layers.{l}.{q,k,v}_proj.*`` and, with selection,
+    ``layers.{l}.scores.weight``."""
 
     slot_embedding: nn.Parameter
     """(D,), the input of every slot."""
@@ -107,6 +130,10 @@ class Sidecar(nn.Module):
         layers = [
             _projections_like(layer.self_attn, config.rank) for layer in hf_adapter.decoder_layers(model)
         ]
+        if config.selection == "scored":
+            for made in layers:
+                # All equal at the start: the later of equals is the block's last token.
+                made["scores"] = TokenScores(table.shape[1], header.geometry.kv_heads).to(table.dtype)
         start = table[eos_token_id].detach().clone()
         if config.residual == "embed_last":
             # The slot then starts as its block's last token, not as a sum of two tokens.
@@ -119,10 +146,21 @@ class Sidecar(nn.Module):
         out: Tensor = projections[f"{name}_proj"](x, getattr(attention, f"{name}_proj"))
         return out
 
+    def added(self, layer: int, name: str, x: Tensor, attention: hf_adapter.StockLayer) -> Tensor:
+        """What slot projection ``k`` or ``v`` of a layer adds to the base's: (..., D) to (..., heads*H)."""
+        projections: nn.ModuleDict = self.layers[layer]  # type: ignore[assignment]
+        out: Tensor = projections[f"{name}_proj"].added(x, getattr(attention, f"{name}_proj"))  # type: ignore[operator]
+        return out
+
+    def scores(self, layer: int, x: Tensor) -> Tensor:
+        """How much each kv head of a layer wants of tokens with normed states ``x``: (..., D) to (..., K)."""
+        made: Tensor = self.layers[layer]["scores"](x)  # type: ignore[index]
+        return made
+
     def projections(self) -> Iterator[nn.Module]:
         """All projections, layer by layer."""
         for layer in self.layers:
-            yield from layer.children()
+            yield from (layer[name] for name in PROJECTIONS)  # type: ignore[index]
 
     def digest(self) -> str:
         """Digest of tensors; with the settings it identifies the slots' meaning."""
@@ -182,6 +220,10 @@ class Sidecar(nn.Module):
             sidecar.load_state_dict(tensors)
         except (KeyError, RuntimeError, TypeError) as error:
             raise SidecarError(f"{source}: tensors do not fit the sidecar's header: {error}") from error
+        if (header.config.selection == "scored") != ("layers.0.scores.weight" in tensors):
+            raise SidecarError(
+                f"{source}: expected scores of tokens iff selection is scored, as its header says"
+            )
         ranks = {p.down.shape[0] if isinstance(p, LowRankProjection) else None for p in sidecar.projections()}
         if ranks - {header.config.rank}:
             raise SidecarError(f"{source}: expected projections of rank {header.config.rank}, got {ranks}")
@@ -228,6 +270,9 @@ def _projections_like(attention: hf_adapter.StockLayer, rank: int | None) -> nn.
 
 def _projections_from(tensors: dict[str, Tensor], layer: int) -> nn.ModuleDict:
     made: dict[str, nn.Module] = {}
+    scores = tensors.get(f"layers.{layer}.scores.weight")
+    if scores is not None:
+        made["scores"] = TokenScores(scores.shape[1], scores.shape[0])
     for name in PROJECTIONS:
         prefix = f"layers.{layer}.{name}"
         if f"{prefix}.down" in tensors:

@@ -13,6 +13,9 @@ RESIDUALS = ("none", "embed_mean", "embed_last")
 """``embed_mean`` adds the mean normed embedding of a slot's block to its q/k/v input in layer 0; ``embed_last`` adds
 the embedding of the block's last token to the slot vector, so that an untrained slot stands for that token."""
 
+SELECTIONS = ("none", "scored")
+"""``scored``: each head of a slot starts from the key and value of one token of its block, by a learned score."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig:
@@ -26,6 +29,8 @@ class SidecarConfig:
     """Tokens before its block that a slot also sees; 0 is the paper."""
     residual: str = "none"
     """Addition to the slots' first input, one of ``RESIDUALS``; ``none`` is the paper."""
+    selection: str = "none"
+    """What keys and values of slots start from, one of ``SELECTIONS``; ``none`` (own projections) is the paper."""
     rank: int | None = None
     """Rank of the projections' deltas on the base's; None stores full projections."""
     trained: bool = False
@@ -37,6 +42,8 @@ class SidecarConfig:
         object.__setattr__(self, "ratios", tuple(sorted({check_ratio(k) for k in self.ratios})))
         if self.residual not in RESIDUALS:
             raise SidecarError(f"expected residual {' or '.join(RESIDUALS)}, got {self.residual!r}")
+        if self.selection not in SELECTIONS:
+            raise SidecarError(f"expected selection {' or '.join(SELECTIONS)}, got {self.selection!r}")
         for name, least in (("max_part_tokens", 1), ("overlap_tokens", 0)):
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
                 raise SidecarError(f"expected {name} of {least} or more, got {getattr(self, name)!r}")

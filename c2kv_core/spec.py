@@ -141,6 +141,7 @@ class CompressorSpec:
                 ratio=ratio,
                 overlap_tokens=settings.overlap_tokens,
                 residual=settings.residual,
+                selection=settings.selection,
                 max_part_tokens=settings.max_part_tokens,
                 slot_dtype=self.slot_dtype,
                 quantisation=self.quantisation,
@@ -154,6 +155,8 @@ class CompressorSpec:
             settings = self.untrained_config()
             # An untrained sidecar follows from the base, so the base's digest stands for its tensors.
             meaning = {**asdict(settings), "ratios": None, "base": weights}
+            if settings.selection == "none":
+                del meaning["selection"]
             return settings, "untrained-" + hashlib.sha256(
                 json.dumps(meaning, sort_keys=True).encode()
             ).hexdigest()

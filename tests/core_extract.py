@@ -18,9 +18,9 @@ from c2kv_core.errors import (
     SidecarError,
     UnsupportedModelError,
 )
-from c2kv_core.extractor import Extractor, _token_kv
+from c2kv_core.extractor import Extractor, _token_states
 from c2kv_core.sidecar import Sidecar
-from c2kv_core.sidecar_config import RESIDUALS, SidecarConfig
+from c2kv_core.sidecar_config import RESIDUALS, SELECTIONS, SidecarConfig
 from tests import oracle
 from tests.oracle import assert_near
 from tests.tiny_models import (
@@ -40,10 +40,16 @@ RATIOS = tuple(range(1, 10))
 
 @lru_cache(maxsize=256)
 def extractor(
-    architecture: str = "llama", rope: str = "default", overlap_tokens: int = 0, residual: str = "none"
+    architecture: str = "llama",
+    rope: str = "default",
+    overlap_tokens: int = 0,
+    residual: str = "none",
+    selection: str = "none",
 ) -> Extractor:
     model = tiny_model(architecture, rope)
-    config = SidecarConfig(ratios=RATIOS, overlap_tokens=overlap_tokens, residual=residual)
+    config = SidecarConfig(
+        ratios=RATIOS, overlap_tokens=overlap_tokens, residual=residual, selection=selection
+    )
     return Extractor(model, random_sidecar(model, config))
 
 
@@ -72,21 +78,29 @@ def assert_same(got: CompressedDocument, wanted: oracle.OracleDocument) -> None:
     ratio=st.integers(1, 9),
     overlap_tokens=st.integers(0, 5),
     residual=st.sampled_from(RESIDUALS),
+    selection=st.sampled_from(SELECTIONS),
 )
 def test_extraction_equals_the_oracle(
-    architecture: str, rope: str, lengths: list[int], ratio: int, overlap_tokens: int, residual: str
+    architecture: str,
+    rope: str,
+    lengths: list[int],
+    ratio: int,
+    overlap_tokens: int,
+    residual: str,
+    selection: str,
 ) -> None:
-    tool = extractor(architecture, rope, overlap_tokens, residual)
+    tool = extractor(architecture, rope, overlap_tokens, residual, selection)
     ids = documents(lengths)
     for got, source in zip(tool.extract(ids, ratio), ids, strict=True):
         assert got.ratio == ratio
         assert_same(got, expected(tool, source, ratio))
 
 
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("rope", sorted(ROPES))
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_with_every_rope(architecture: str, rope: str) -> None:
-    tool = extractor(architecture, rope)
+def test_every_architecture_with_every_rope(architecture: str, rope: str, selection: str) -> None:
+    tool = extractor(architecture, rope, selection=selection)
     ids = token_ids(11)
     assert_same(tool.extract([ids], 4)[0], expected(tool, ids, 4))
 
@@ -114,9 +128,11 @@ def test_untrained_slots_of_embed_last_are_tokens() -> None:
     assert_near(got.values, token.token_values)
 
 
-def test_low_rank_sidecar_equals_the_oracle() -> None:
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_low_rank_sidecar_equals_the_oracle(selection: str) -> None:
     model = tiny_model("qwen2")
-    tool = Extractor(model, random_sidecar(model, SidecarConfig(ratios=(4,), rank=3)))
+    config = SidecarConfig(ratios=(4,), rank=3, selection=selection)
+    tool = Extractor(model, random_sidecar(model, config))
     ids = token_ids(18)
     with torch.no_grad():
         for layer in tool.sidecar.layers:
@@ -137,21 +153,23 @@ def test_untrained_sidecar_is_the_base_with_the_eos_embedding() -> None:
 # ---------------------------------------------------------------- tokens are the base's own
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_token_states_are_the_stock_models(architecture: str) -> None:
+def test_token_states_are_the_stock_models(architecture: str, last: bool) -> None:
     tool = extractor(architecture, "yarn")
     ids = token_ids(23)
     joint = expected(tool, ids, 4)
     cache = DynamicCache()
     with torch.no_grad():
         stock = tool.model(torch.tensor([ids]), cache=cache, output_hidden_states=True)
-        read = list(_token_kv(tool.model, torch.tensor([ids])))
+        read = list(_token_states(tool.model, torch.tensor([ids]), last=last))
     # The last of the stock states has been through the final norm.
     for layer, state in enumerate(stock.hidden_states[:-1]):
         assert_near(joint.token_states[layer], state[0])
     assert_near(tool.model.model.norm(joint.token_states[-1]), stock.hidden_states[-1][0])
-    assert len(read) == len(cache.layers) - 1
-    for layer, (keys, values) in enumerate(read):
+    assert len(read) == len(cache.layers) - (not last)
+    for layer, (hidden, keys, values) in enumerate(read):
+        assert_near(hidden, stock.hidden_states[layer])
         assert_near(keys, cache.layers[layer].keys)
         assert_near(values, cache.layers[layer].values)
         assert_near(joint.token_keys[layer], cache.layers[layer].keys[0])
@@ -181,9 +199,10 @@ def test_a_batch_gives_what_each_document_alone_gives() -> None:
         assert_near(got.values, alone.values)
 
 
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("overlap_tokens", [0, 3])
-def test_padding_is_seen_by_nobody_however_much_there_is(overlap_tokens: int) -> None:
-    tool = extractor("llama", "default", overlap_tokens)
+def test_padding_is_seen_by_nobody_however_much_there_is(overlap_tokens: int, selection: str) -> None:
+    tool = extractor("llama", "default", overlap_tokens, selection=selection)
     ids = documents([3, 17, 8, 1, 5])
     for states in tool.states(ids, (5, 9)):
         for got, source in zip(states.documents(), ids, strict=True):

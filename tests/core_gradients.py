@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from c2kv_core import hf_adapter
 from c2kv_core.cache import AppendCache
 from c2kv_core.compose import compose, prefill, token_states
-from c2kv_core.extractor import Extractor, _token_kv
+from c2kv_core.extractor import Extractor, _token_states
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SidecarConfig
 from tests import oracle
@@ -112,8 +112,8 @@ def test_token_keys_and_values_carry_no_gradient() -> None:
     model, sidecar = trainable()
     # not even where somebody forgot to freeze the base
     model.requires_grad_(True)
-    read = list(_token_kv(model, torch.tensor([token_ids(6)])))
-    assert not any(x.requires_grad for kv in read for x in kv)
+    read = list(_token_states(model, torch.tensor([token_ids(6)]), last=True))
+    assert not any(x.requires_grad for layer in read for x in layer)
     tool = Extractor(model, sidecar)
     assert tool.states([token_ids(6)], (RATIO,))[0].keys.requires_grad
     assert not tool.extract([token_ids(6)], RATIO)[0].keys.requires_grad

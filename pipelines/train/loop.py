@@ -28,6 +28,7 @@ from pipelines.train.folder import CURVES, REPORT, RunFolder
 from pipelines.train.ingest import dropped_rows
 from pipelines.train.prepare import Prepared
 from pipelines.train.records import Records
+from pipelines.train.selection import start_selection
 from pipelines.train.setup import TrainingSetup, set_up
 from pipelines.train.state import Best, RunState, restore, state_tensors
 from pipelines.train.trainer import NonFiniteLossSignal, StepRecord, Trainer
@@ -81,6 +82,7 @@ def train_worker(
     claimed = Attempt.claim(folder.storage, owner=owner, renew=True).number if world.leads else 0
     attempt = Attempt(folder.storage, world.broadcast(claimed))
     setup = set_up(config, device=device, shard=shard)
+    start_selection(setup, world, folder)
     run = _Run(setup, world, folder, attempt)
     run.resume()
     run.follow(progress, None)

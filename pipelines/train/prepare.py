@@ -81,7 +81,7 @@ class Preparer:
         """
         if tokenizer.eos_token_id is None:
             raise InputError("expected a tokenizer with an end-of-sequence token, which ends every answer")
-        self._tokenizer, self._renderer = tokenizer, renderer
+        self._tokenizer, self.renderer = tokenizer, renderer
         self._max_part_tokens, self._max_row_tokens = max_part_tokens, max_row_tokens
         self._reconstruction = reconstruction or Reconstruction()
 
@@ -93,7 +93,7 @@ class Preparer:
         """
         try:
             parts = tuple(
-                tuple(document_parts(self._renderer, d.title, d.text, max_part_tokens=self._max_part_tokens))
+                tuple(document_parts(self.renderer, d.title, d.text, max_part_tokens=self._max_part_tokens))
                 for d in sample.documents
             )
         except InputError as error:
@@ -113,7 +113,7 @@ class Preparer:
         return prepared
 
     def _asked(self, row: TrainRow) -> Asked:
-        answer_ids = [*self._renderer.answer_ids(row.answer), int(self._tokenizer.eos_token_id)]
+        answer_ids = [*self.renderer.answer_ids(row.answer), int(self._tokenizer.eos_token_id)]
         return Asked(question_ids=self._question(row.question), answer_ids=answer_ids)
 
     def _passage(self, document: Passage, place: float) -> Asked:
@@ -127,10 +127,10 @@ class Preparer:
         wanted = " ".join(words[start + cue : start + cue + 2 * settings.max_tokens])
         return Asked(
             question_ids=self._question(" ".join([settings.prompt, *said])),
-            answer_ids=self._renderer.answer_ids(wanted)[: settings.max_tokens],
+            answer_ids=self.renderer.answer_ids(wanted)[: settings.max_tokens],
             passage=True,
         )
 
     def _question(self, text: str) -> list[int]:
         """Question turn and assistant header."""
-        return self._renderer.question_ids([{"role": "user", "content": text}])
+        return self.renderer.question_ids([{"role": "user", "content": text}])

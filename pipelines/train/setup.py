@@ -132,11 +132,10 @@ def _sidecar(config: TrainConfig, model: PreTrainedModel, eos_token_id: int | No
             f"{config.init_sidecar} was trained for base weights {loaded.header.base_digest[:12]}, those of "
             f"{config.model} are {weights[:12]}; give the model it was trained for"
         )
-    if (loaded.config.rank, loaded.config.overlap_tokens) != (settings.rank, settings.overlap_tokens):
-        raise SidecarError(
-            f"{config.init_sidecar} has rank {loaded.config.rank} and overlap_tokens {loaded.config.overlap_tokens}, "
-            f"the run {settings.rank} and {settings.overlap_tokens}; give the same"
-        )
+    for name in ("rank", "overlap_tokens", "selection"):
+        own, wanted = getattr(loaded.config, name), getattr(settings, name)
+        if own != wanted:
+            raise SidecarError(f"{config.init_sidecar} has {name} {own}, the run {wanted}; give the same")
     fresh = Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
     fresh.load_state_dict(loaded.state_dict())
     return fresh

@@ -60,9 +60,9 @@ def _token_kv(model: PreTrainedModel, ids_BN: Tensor) -> tuple[Tensor, Tensor]:
     layers = hf_adapter.decoder_layers(model)
     keys, values = [], []
     for index, layer in enumerate(layers):
-        attention, normed = layer.self_attn, layer.input_layernorm(hidden)
-        keys.append(hf_adapter.project_heads(attention, "k", attention.k_proj(normed)))
-        values.append(hf_adapter.project_heads(attention, "v", attention.v_proj(normed)))
+        own_keys, own_values = hf_adapter.project_kv(layer, hidden)
+        keys.append(own_keys)
+        values.append(own_values)
         if index + 1 < len(layers):
             hidden = hf_adapter.run_layer(
                 layer, hidden, positions=positions, angles=angles, cache=_NoCache(), mask=None

@@ -45,9 +45,12 @@ class UntrainedSlots(Slots):
 
 
 def untrained(compressor: Compressor) -> Compressor:
-    """The same compressor with an untrained sidecar of the same settings."""
+    """The same compressor with its sidecar as training found it."""
     if not compressor.sidecar.config.trained:
         return compressor
     settings = replace(compressor.sidecar.config, ratios=compressor.spec.ratios, rank=None, trained=False)
     sidecar = Sidecar.from_base(compressor.model, settings, eos_token_id=compressor.tokenizer.eos_token_id)
+    # The map that selects tokens is fitted before training begins.
+    fitted = {name: tensor for name, tensor in compressor.sidecar.state_dict().items() if ".scores." in name}
+    sidecar.load_state_dict(fitted, strict=False)
     return replace(compressor, sidecar=sidecar, extractor=Extractor(compressor.model, sidecar))

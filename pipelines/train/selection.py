@@ -1,0 +1,193 @@
+"""The start of ``selection: scored``: which tokens heads look back at while the model repeats a document.
+
+A document is read, then said again by the base; how much of a head's attention a token gets at most is what the token
+is worth to the head (KVzip, arXiv 2505.23416). A linear map from the token's normed state to the logarithm of that is
+fitted in closed form, so that extraction needs no second reading and this part no training.
+
+Shape legend: N tokens of a document, T tokens of its repetition, L layers, D hidden, K kv heads, G query heads a kv
+head, H head dim.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from c2kv_core import hf_adapter
+from c2kv_core.errors import InputError
+from c2kv_core.text import ChatRenderer, document_parts
+from pipelines.train.folder import RunFolder
+from pipelines.train.setup import TrainingSetup
+from pipelines.train.world import World
+
+FITTED = "selection.safetensors"
+"""The fitted maps of a run, beside its checkpoints."""
+PROMPT = "Repeat the text above exactly."
+WINDOW_TOKENS = 8
+"""Tokens that are compared with each other: scores matter only within a block."""
+SINK_TOKENS = 4
+"""At the start of a document; their states are of another size and would decide the fit."""
+RIDGE = 1e-2
+"""Of the mean square of the states."""
+FLOOR = 1e-6
+"""Least attention that is told apart."""
+
+
+def start_selection(setup: TrainingSetup, world: World, folder: RunFolder) -> None:
+    """Give a fresh sidecar its fitted maps, the same on every worker; one that goes on has them already.
+
+    Raises:
+        InputError: the data have no document that is long enough.
+        TrainingError: the run folder cannot be written.
+    """
+    config = setup.config
+    if config.selection == "none" or config.control or config.init_sidecar:
+        return
+    known = folder.storage.exists(FITTED) if world.leads else False
+    if world.broadcast(int(known)):
+        weights = load(bytes(folder.storage.get(FITTED)))["weights"]
+    else:
+        # Every worker computes: of a base that is spread over them, each has a part.
+        weights = fit_scores(setup.model, setup.preparer.renderer, fitting_documents(setup))
+        if not world.leads:
+            weights.zero_()
+        world.sum(weights)
+        if world.leads:
+            with folder.writing():
+                folder.storage.put(FITTED, save({"weights": weights.cpu()}))
+    with torch.no_grad():
+        for layer, fitted in zip(setup.sidecar.layers, weights, strict=True):
+            layer["scores"].weight.copy_(fitted)  # type: ignore[index]
+
+
+def fitting_documents(setup: TrainingSetup) -> list[list[int]]:
+    """Token ids of documents drawn by the seed, evenly from all data files; of long ones the first part."""
+    config, random = setup.config, np.random.default_rng([setup.config.seed, 6])
+    drawn = []
+    for place in range(config.selection_documents):
+        pool = setup.files[place % len(setup.files)].rows.pool
+        document = pool[int(random.integers(len(pool)))]
+        try:
+            parts = document_parts(
+                setup.preparer.renderer, document.title, document.text, max_part_tokens=config.max_part_tokens
+            )
+        except InputError:
+            # Its title leaves no room; rows with it are replaced as well.
+            continue
+        drawn.append(parts[0])
+    return drawn
+
+
+@torch.no_grad()
+def fit_scores(model: PreTrainedModel, renderer: ChatRenderer, documents: Iterable[Sequence[int]]) -> Tensor:
+    """(L, K, D) float32 linear maps whose values within a block order tokens as ``repetition_scores`` does.
+
+    Ridge regression on states and logarithms that are centred within ``WINDOW_TOKENS``.
+
+    Args:
+        model: the frozen base.
+        renderer: of its chat template.
+        documents: token ids; those without a whole window are passed over.
+
+    Raises:
+        InputError: all are.
+    """
+    prompt = renderer.question_ids([{"role": "user", "content": PROMPT}])
+    normal: list[Tensor] = []
+    for ids in documents:
+        whole = (len(ids) - SINK_TOKENS) // WINDOW_TOKENS * WINDOW_TOKENS
+        if whole <= 0:
+            continue
+        states, wanted = repetition_scores(model, prompt, ids)
+        for layer, (x_ND, y_KN) in enumerate(zip(states, wanted, strict=True)):
+            x, y = (_centred(z[SINK_TOKENS : SINK_TOKENS + whole]) for z in (x_ND, (y_KN + FLOOR).log().T))
+            products = torch.cat([x.T @ x, x.T @ y], dim=1)
+            if layer == len(normal):
+                normal.append(torch.zeros_like(products))
+            normal[layer] += products
+    if not normal:
+        raise InputError(
+            f"expected documents of {SINK_TOKENS + WINDOW_TOKENS} tokens or more to fit the selection to, got none"
+        )
+    return torch.stack([_solved(products) for products in normal])
+
+
+def repetition_scores(
+    model: PreTrainedModel, prompt: Sequence[int], ids: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each layer the tokens' normed states (N, D), and (K, N) the most attention that a repetition pays to each.
+
+    The maximum is over the query heads of a kv head and over the tokens of the repetition, not of the prompt.
+    """
+    past, device = len(ids), model.device
+    said_1T = torch.tensor([[*prompt, *ids]], device=device)
+    tokens = said_1T.shape[1]
+    positions = torch.arange(past, past + tokens, device=device)[None]
+    angles = hf_adapter.rotation(model, positions)
+    mask_TS = torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)
+    own = torch.arange(past, device=device)[None]
+    own_angles = hf_adapter.rotation(model, own)
+    read = hf_adapter.embed(model, torch.tensor([list(ids)], device=device))
+    said = hf_adapter.embed(model, said_1T)
+    states, scores = [], []
+    for layer in hf_adapter.decoder_layers(model):
+        states.append(hf_adapter.inside(layer, layer.input_layernorm, read)[0].double())
+        queries_1QTH = hf_adapter.rotate(hf_adapter.inside(layer, partial(_queries, layer), said), angles)
+        cache = _Keys()
+        read = hf_adapter.run_layer(layer, read, positions=own, angles=own_angles, cache=cache, mask=None)
+        said = hf_adapter.run_layer(
+            layer, said, positions=positions, angles=angles, cache=cache, mask=mask_TS[None, None]
+        )
+        queries_QTH = queries_1QTH[0, :, len(prompt) :] * hf_adapter.attention_scale(layer.self_attn)
+        scores.append(_most_attention(queries_QTH, cache.keys[0], mask_TS[len(prompt) :], past).double())
+    return states, scores
+
+
+def _queries(layer: hf_adapter.StockLayer, hidden: Tensor) -> Tensor:
+    projected: Tensor = layer.self_attn.q_proj(layer.input_layernorm(hidden))
+    return hf_adapter.project_heads(layer.self_attn, "q", projected)
+
+
+def _most_attention(q_QTH: Tensor, k_KSH: Tensor, mask_TS: Tensor, past: int) -> Tensor:
+    """(K, N) over the query heads of each kv head and all T."""
+    kv_heads, _, dim = k_KSH.shape
+    group = q_QTH.shape[0] // kv_heads
+    scores = (q_QTH.reshape(kv_heads, -1, dim) @ k_KSH.transpose(-1, -2)).float()
+    weights = scores.masked_fill(~mask_TS.repeat(group, 1), float("-inf")).softmax(dim=-1)
+    most: Tensor = weights[:, :, :past].amax(dim=1)
+    return most
+
+
+def _centred(x: Tensor) -> Tensor:
+    windows = x.unflatten(0, (-1, WINDOW_TOKENS))
+    centred: Tensor = windows - windows.mean(dim=1, keepdim=True)
+    return centred.flatten(0, 1)
+
+
+def _solved(products: Tensor) -> Tensor:
+    """(K, D) from [XᵀX | XᵀY]."""
+    size = products.shape[0]
+    square, target = products[:, :size], products[:, size:]
+    damped = square + RIDGE * square.diagonal().mean() * torch.eye(
+        size, dtype=square.dtype, device=square.device
+    )
+    solution: Tensor = torch.linalg.solve(damped, target)
+    return solution.T.float().contiguous()
+
+
+class _Keys:
+    """One layer's entries: the document's, then those of its repetition, which sees both."""
+
+    keys: Tensor
+    _values: Tensor
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, **extra: object) -> tuple[Tensor, Tensor]:
+        """See ``hf_adapter.LayerCache``."""
+        read = hasattr(self, "keys")
+        self.keys = torch.cat([self.keys, keys], dim=2) if read else keys
+        self._values = torch.cat([self._values, values], dim=2) if read else values
+        return self.keys, self._values
