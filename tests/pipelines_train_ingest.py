@@ -116,6 +116,19 @@ def test_a_file_without_a_usable_row_ends_it_before_anything_counts(
     assert [len(file.rows) for file in open_rows(config)[0]] == [27, 1]
 
 
+@pytest.mark.parametrize("row_id", ["\ud83d", "a\nb", "long" * 10_000])
+def test_the_first_fault_is_one_short_line_of_text(ray_cluster: None, tmp_path: Path, row_id: str) -> None:
+    rows = [tree_row(0, id=row_id, answers=[]), tree_row(1)]
+    (tmp_path / "trees.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = train_config(tmp_path, Path("unused"))
+    take_in(config, RunFolder(config), on_ray=True)
+    (file,), _ = open_rows(config)
+    assert file.first_fault is not None
+    assert file.first_fault.encode().startswith(b"line 1: no answer: ")
+    assert file.first_fault.isprintable()
+    assert len(file.first_fault) <= 300
+
+
 def test_a_run_goes_on_with_the_rows_it_began_with(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "tiny")
     whole = train_config(tmp_path, model, run="whole")

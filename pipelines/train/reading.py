@@ -1,6 +1,7 @@
 """Data files to rows: JSON Lines, JSON or Parquet, local or in a bucket. Bad rows are counted, bad files stop."""
 
 import json
+import textwrap
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ _PACKED = ("", ".gz", ".zst")
 _LINES = tuple(f".{kind}{packed}" for kind in ("jsonl", "ndjson") for packed in _PACKED)
 _LISTS = tuple(f".json{packed}" for packed in _PACKED)
 SUFFIXES = (*_LINES, *_LISTS, ".parquet")
+FAULT_CHARACTERS = 300
+"""Most that is told of a fault of a row."""
 
 
 class RowReader:
@@ -45,7 +48,7 @@ class RowReader:
                     yield to_row(record, self._layout)
                 except RowError as fault:
                     self.dropped[fault.reason] += 1
-                    self.first_fault = self.first_fault or f"{place}: {fault}"
+                    self.first_fault = self.first_fault or _plain(f"{place}: {fault}")
         except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
             raise CorpusError(
                 f"cannot read the data file {self._path}: {' '.join(str(error).split())}"
@@ -132,6 +135,11 @@ def _list_records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
         raise CorpusError(f"{file}: expected a JSON list of rows; for one object a line, name it .jsonl")
     for number, record in enumerate(whole, start=1):
         yield f"row {number}", record
+
+
+def _plain(fault: str) -> str:
+    """One line that can be printed and stored; ids and keys of a row may be of any length and no UTF-8."""
+    return textwrap.shorten(fault, FAULT_CHARACTERS, placeholder=" ...").encode(errors="replace").decode()
 
 
 def _parsed(text: str) -> Any:
