@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from c2kv_core.errors import CorpusError, TrainingError
@@ -127,6 +128,17 @@ def test_the_first_fault_is_one_short_line_of_text(ray_cluster: None, tmp_path: 
     assert file.first_fault.encode().startswith(b"line 1: no answer: ")
     assert file.first_fault.isprintable()
     assert len(file.first_fault) <= 300
+
+
+def test_values_that_python_cannot_hold_cost_their_row(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([tree_row(place) for place in range(4)])
+    no_text = pa.array([b"\xff", b"b", b"c", b"d"]).view(pa.string())
+    late = pa.array([0, 0, 2**62, 0], pa.timestamp("us"))
+    pq.write_table(table.append_column("note", no_text).append_column("when", late), tmp_path / "a.parquet")
+    (file,), _ = open_rows(train_config(tmp_path, Path("unused"), data=[str(tmp_path / "a.parquet")]))
+    assert [row.row_id for row in file.rows] == ["row-1", "row-3"]
+    assert file.dropped == {"unreadable": 2}
+    assert file.first_fault is not None and "can't decode byte 0xff" in file.first_fault
 
 
 def test_a_run_goes_on_with_the_rows_it_began_with(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ NO_QUESTION = "no question"
 
 
 def to_row(record: Any, layout: Layout) -> TrainRow:
-    """One record of a data file.
+    """One record of a data file, or why it could not be read.
 
     Raises:
         RowError: it is not of the layout, or lacks a question, an answer or a document.
     """
+    if isinstance(record, Exception):
+        raise RowError(UNREADABLE, f"expected an object, got what cannot be read: {record}")
     if not isinstance(record, dict):
         raise RowError(UNREADABLE, f"expected an object, got {type(record).__name__}")
     kind = _guess(record) if layout == "auto" else layout

@@ -105,7 +105,7 @@ def _size(path: str, name: str) -> int:
 
 
 def _records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
-    """Each record and its place; one that is not JSON comes as None."""
+    """Each record and its place; one that cannot be read comes as the reason."""
     name = file.name.lower()
     if file.kind == "parquet":
         yield from _parquet_records(file)
@@ -123,9 +123,20 @@ def _parquet_records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
     number = 0
     with open_file(file) as opened:
         for batch in pq.ParquetFile(opened).iter_batches(batch_size=256):
-            for record in batch.to_pylist():
+            for record in _rows_of(batch):
                 number += 1
                 yield f"row {number}", record
+
+
+def _rows_of(batch: pa.RecordBatch) -> list[Any]:
+    try:
+        rows: list[Any] = batch.to_pylist()
+    except (ValueError, ArithmeticError) as error:
+        # A value that Python cannot hold: text that is no UTF-8, a time beyond its calendar.
+        if batch.num_rows == 1:
+            return [error]
+        return [row for place in range(batch.num_rows) for row in _rows_of(batch.slice(place, 1))]
+    return rows
 
 
 def _list_records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
@@ -145,8 +156,8 @@ def _plain(fault: str) -> str:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        return error
 
 
 __all__ = ["SUFFIXES", "UNREADABLE", "RowReader", "check_files", "locate", "table_name"]
