@@ -130,6 +130,14 @@ def test_the_first_fault_is_one_short_line_of_text(ray_cluster: None, tmp_path: 
     assert len(file.first_fault) <= 300
 
 
+@pytest.mark.parametrize("key", ["answers", "supporting"])
+@pytest.mark.parametrize("value", ["oak", {"text": ["oak"]}])
+def test_what_is_no_list_is_not_taken_by_letters_or_keys(tmp_path: Path, key: str, value: Any) -> None:
+    (tmp_path / "trees.jsonl").write_text(json.dumps(tree_row(0, **{key: value})))
+    with pytest.raises(CorpusError, match="line 1: unreadable: expected a list of texts, got .*oak"):
+        open_rows(train_config(tmp_path, Path("unused")))
+
+
 def test_values_that_python_cannot_hold_cost_their_row(tmp_path: Path) -> None:
     table = pa.Table.from_pylist([tree_row(place) for place in range(4)])
     no_text = pa.array([b"\xff", b"b", b"c", b"d"]).view(pa.string())

@@ -48,7 +48,7 @@ def _guess(record: dict[str, Any]) -> str:
 
 def _c2kv(record: dict[str, Any]) -> TrainRow:
     documents = [Passage(str(d["id"]), d.get("title") or "", d["text"]) for d in record["documents"]]
-    supporting = map(str, record.get("supporting") or ())
+    supporting = map(str, _several(record.get("supporting") or ()))
     return _row(record["id"], documents, supporting, record["question"], record["answers"])
 
 
@@ -107,7 +107,7 @@ def _row(
         raise RowError(NO_DOCUMENT, str(row_id))
     if not question.strip():
         raise RowError(NO_QUESTION, str(row_id))
-    answer = next((a.strip() for a in answers if a.strip()), None)
+    answer = next((a.strip() for a in _several(answers) if a.strip()), None)
     if answer is None:
         raise RowError(NO_ANSWER, str(row_id))
     try:
@@ -123,6 +123,13 @@ def _row(
         question=question.strip(),
         answer=answer,
     )
+
+
+def _several(texts: Iterable[Any]) -> Iterable[Any]:
+    """A list as it is; of a text in its place each letter would be one, of an object each key."""
+    if isinstance(texts, str | dict):
+        raise RowError(UNREADABLE, f"expected a list of texts, got {texts!r}")
+    return texts
 
 
 def _passage(title: str, text: str) -> Passage:
