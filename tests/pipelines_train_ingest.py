@@ -134,7 +134,7 @@ def test_the_first_fault_is_one_short_line_of_text(ray_cluster: None, tmp_path: 
 @pytest.mark.parametrize("value", ["oak", {"text": ["oak"]}])
 def test_what_is_no_list_is_not_taken_by_letters_or_keys(tmp_path: Path, key: str, value: Any) -> None:
     (tmp_path / "trees.jsonl").write_text(json.dumps(tree_row(0, **{key: value})))
-    with pytest.raises(CorpusError, match="line 1: unreadable: expected a list of texts, got .*oak"):
+    with pytest.raises(CorpusError, match=r"line 1: unreadable: expected a list of texts, got .*oak"):
         open_rows(train_config(tmp_path, Path("unused")))
 
 
@@ -182,6 +182,14 @@ def test_damaged_rows_are_told(config: TrainConfig, fault: str) -> None:
     if fault == "flipped":
         piece.write_bytes(data)
     with pytest.raises(TrainingError, match=r"rows/000/00000.arrow.*remove rows.json there"):
+        open_rows(config)
+
+
+@pytest.mark.parametrize("content", ["", "{", "null", "[]", '[{"path": 1}]'])
+def test_a_damaged_list_of_rows_is_told(config: TrainConfig, content: str) -> None:
+    open_rows(config)
+    (Path(RunFolder(config).location) / ROWS).write_text(content)
+    with pytest.raises(TrainingError, match=r"3 tables in .*rows.json, got a damaged list; remove it"):
         open_rows(config)
 
 

@@ -135,15 +135,14 @@ def open_rows(config: TrainConfig) -> tuple[list[RowFile], list[RowFile]]:
 
     Raises:
         CorpusError: as ``take_in``.
-        TrainingError: a piece is missing or not what was written.
+        TrainingError: the list or a piece is missing or not what was written.
     """
     folder = RunFolder(config)
     take_in(config, folder)
-    tables = _TABLES.validate_python(folder.get_json(ROWS))
     sources = (*config.data, *config.dev)
     files = [
         RowFile(source, table, _open(folder, table.pieces))
-        for source, table in zip(sources, tables, strict=True)
+        for source, table in zip(sources, _listed(folder, len(sources)), strict=True)
     ]
     return files[: len(config.data)], files[len(config.data) :]
 
@@ -155,6 +154,23 @@ def dropped_rows(files: Iterable[RowFile]) -> dict[str, int]:
         for reason, count in file.dropped.items():
             total[reason] = total.get(reason, 0) + count
     return total
+
+
+def _listed(folder: RunFolder, count: int) -> list[Table]:
+    try:
+        tables = _TABLES.validate_python(folder.get_json(ROWS))
+    except ValueError as error:
+        raise _damaged_list(folder, count) from error
+    if len(tables) != count:
+        raise _damaged_list(folder, count)
+    return tables
+
+
+def _damaged_list(folder: RunFolder, count: int) -> TrainingError:
+    return TrainingError(
+        f"expected {count} tables in {folder.location}/{ROWS}, got a damaged list; remove it to read the data "
+        "files anew"
+    )
 
 
 def _open(folder: RunFolder, pieces: Iterable[Piece]) -> RowTable:
