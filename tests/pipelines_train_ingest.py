@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +174,32 @@ def test_a_run_goes_on_with_the_rows_it_began_with(tmp_path: Path) -> None:
     assert train(cut)["rows"] == 24, "a finished run needs no file"
 
 
+def test_of_two_drivers_that_take_in_the_first_decides(tmp_path: Path) -> None:
+    for name in ("slow", "fast"):
+        (tmp_path / name).mkdir()
+    first = train_config(tmp_path, Path("unused"), data=["a.jsonl"], data_dir=str(tmp_path / "fast"))
+    late = first.model_copy(update={"data_dir": str(tmp_path / "slow")})
+    # Reading waits until somebody writes.
+    os.mkfifo(tmp_path / "slow/a.jsonl")
+    reader = threading.Thread(target=take_in, args=(late, RunFolder(late)))
+    reader.start()
+    tree_file(tmp_path / "fast/a.jsonl", rows=3)
+    taken = [list(file.rows) for file in open_rows(first)[0]]
+    (tmp_path / "slow/a.jsonl").write_text(json.dumps(tree_row(7)))
+    reader.join()
+    assert [list(file.rows) for file in open_rows(first)[0]] == taken
+
+
 @pytest.mark.parametrize("fault", ["flipped", "missing"])
 def test_damaged_rows_are_told(config: TrainConfig, fault: str) -> None:
     open_rows(config)
-    piece = Path(RunFolder(config).location) / "rows/000/00000.arrow"
+    (piece,) = (Path(RunFolder(config).location) / "rows/000").glob("*.arrow")
     data = bytearray(piece.read_bytes())
     data[len(data) // 2] ^= 1
     piece.unlink()
     if fault == "flipped":
         piece.write_bytes(data)
-    with pytest.raises(TrainingError, match=r"rows/000/00000.arrow.*remove rows.json there"):
+    with pytest.raises(TrainingError, match=r"rows/000/00000-\w+.arrow.*remove rows.json there"):
         open_rows(config)
 
 

@@ -105,7 +105,8 @@ def take_in(config: TrainConfig, folder: RunFolder, *, on_ray: bool = False) -> 
     ]
     with folder.writing():
         tables = _by_ray_data(tasks) if on_ray else [read_table(task, folder.storage) for task in tasks]
-    folder.put_json(ROWS, _TABLES.dump_python(tables, mode="json"))
+        # Of two drivers that read at once the first decides, as they may have found different files.
+        folder.storage.create(ROWS, _TABLES.dump_json(tables, indent=2) + b"\n")
 
 
 def read_table(task: ReadTask, storage: Storage) -> Table:
@@ -118,9 +119,11 @@ def read_table(task: ReadTask, storage: Storage) -> Table:
     reader = RowReader(task.path, layout=task.layout, limit=task.limit)
     pieces = []
     for number, (data, rows) in enumerate(row_pieces(reader)):
-        path = f"rows/{task.number:03d}/{number:05d}.arrow"
+        checksum = digest(data).hex()
+        # Named by content, so that nobody who reads other files puts theirs in this place.
+        path = f"rows/{task.number:03d}/{number:05d}-{checksum}.arrow"
         storage.put(path, data)
-        pieces.append(Piece(path=path, rows=rows, checksum=digest(data).hex()))
+        pieces.append(Piece(path=path, rows=rows, checksum=checksum))
     if not pieces:
         raise CorpusError(
             f"expected usable rows in {task.path}, found none; the first fault: {reader.first_fault}"
