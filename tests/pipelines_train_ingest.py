@@ -229,6 +229,27 @@ def test_files_and_run_may_lie_in_a_bucket(config: TrainConfig, tmp_path: Path, 
         train(missing.model_copy(update={"run": "other"}))
 
 
+def test_a_bucket_that_cannot_be_reached_is_told(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(TrainingError, match=r"the run folder s3://nobodys/runs/.*no AWS credentials found"):
+        train(config.model_copy(update={"output": "s3://nobodys/runs"}))
+
+
+def test_rows_that_cannot_be_read_now_are_not_thrown_away(config: TrainConfig) -> None:
+    open_rows(config)
+    (piece,) = (Path(RunFolder(config).location) / "rows/000").glob("*.arrow")
+    piece.unlink()
+    piece.mkdir()
+    with pytest.raises(TrainingError, match=r"rows/000/.*; run the same command again$"):
+        open_rows(config)
+
+
 def test_a_piece_of_another_form_is_no_table() -> None:
     with pytest.raises(pa.ArrowInvalid):
         RowTable([pa.py_buffer(b"ARROW1\0\0 cut off")])

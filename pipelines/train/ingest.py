@@ -80,8 +80,13 @@ _TABLES = TypeAdapter(list[Table])
 
 
 def is_taken_in(folder: RunFolder) -> bool:
-    """Whether the run has its rows."""
-    return folder.storage.exists(ROWS)
+    """Whether the run has its rows.
+
+    Raises:
+        TrainingError: the run folder cannot be reached.
+    """
+    with folder.writing():
+        return folder.storage.exists(ROWS)
 
 
 def take_in(config: TrainConfig, folder: RunFolder, *, on_ray: bool = False) -> None:
@@ -161,7 +166,8 @@ def dropped_rows(files: Iterable[RowFile]) -> dict[str, int]:
 
 def _listed(folder: RunFolder, count: int) -> list[Table]:
     try:
-        tables = _TABLES.validate_python(folder.get_json(ROWS))
+        with folder.writing():
+            tables = _TABLES.validate_python(folder.get_json(ROWS))
     except ValueError as error:
         raise _damaged_list(folder, count) from error
     if len(tables) != count:
@@ -182,9 +188,12 @@ def _open(folder: RunFolder, pieces: Iterable[Piece]) -> RowTable:
         try:
             buffer = _mapped(folder.storage, piece.path)
         except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            advice = (
+                f"remove {ROWS} there to read the data files anew" if gone else "run the same command again"
+            )
             raise TrainingError(
-                f"cannot read the run's rows in {folder.location}/{piece.path}: {error.strerror or error}; "
-                f"remove {ROWS} there to read the data files anew"
+                f"cannot read the run's rows in {folder.location}/{piece.path}: {error.strerror or error}; {advice}"
             ) from error
         if digest(buffer).hex() != piece.checksum:
             raise TrainingError(
