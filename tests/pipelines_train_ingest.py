@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,8 @@ from pipelines.train.ingest import ROWS, dropped_rows, open_rows, take_in
 from pipelines.train.row import Passage, TrainRow
 from pipelines.train.row_table import RowTable, row_pieces
 from pipelines.train.run import train
+from pipelines.train.sampler import DocumentSampler
+from tests.pipelines_sources import write_jsonl
 from tests.pipelines_train_kit import losses, tiny_model_dir, train_config, tree_file, tree_row
 
 # ---- tables
@@ -59,12 +62,33 @@ def test_documents_and_questions_are_found_as_by_looking_at_all_rows() -> None:
     once = {document.doc_id: document for row in rows for document in row.documents}
     assert list(table.pool) == list(once.values())
     for doc_id in [*once, "nobody's"]:
-        assert table.asking(doc_id) == [row for row in rows if min(row.supporting) == doc_id]
+        found = [table[number] for number, _ in table.asking(doc_id, within=set(once))]
+        assert found == [row for row in rows if min(row.supporting) == doc_id]
+        assert table.asking(doc_id, within=set()) == []
+
+
+def test_of_many_questions_on_a_document_only_those_drawn_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manual = tree_row(0)
+    path = write_jsonl(tmp_path / "manual.jsonl", [{**manual, "id": n} for n in range(1000)])
+    files, _ = open_rows(train_config(tmp_path, Path("unused"), data=[str(path)]))
+    row, decode, decoded = files[0].rows[500], RowTable.__getitem__, []
+
+    def note(table: RowTable, number: Any) -> Any:
+        decoded.append(number)
+        return decode(table, number)
+
+    monkeypatch.setattr(RowTable, "__getitem__", note)
+    random = np.random.default_rng(0)
+    sample = DocumentSampler(files, questions=9).sample(0, row, (4,), counts=(1, 1), random=random)
+    assert len({other.row_id for other in (row, *sample.others)}) == 9
+    assert len(decoded) <= 10
 
 
 def test_a_table_of_no_rows_is_empty() -> None:
     table = RowTable([])
-    assert (len(table), len(table.pool), table.asking("d0")) == (0, 0, [])
+    assert (len(table), len(table.pool), table.asking("d0", within={"d0"})) == (0, 0, [])
 
 
 # ---- taking in

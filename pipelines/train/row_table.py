@@ -85,13 +85,25 @@ class RowTable(Sequence[TrainRow]):
         batch, place = self._find(number)
         return _row(batch.slice(place, 1).to_pylist()[0])
 
-    def asking(self, doc_id: str) -> list[TrainRow]:
-        """Rows of which this is the first supporting document by id, in their order."""
+    def asking(self, doc_id: str, *, within: frozenset[str] | set[str]) -> list[tuple[int, str]]:
+        """Numbers and ids of rows of which this is the first supporting document by id and that need none but those
+        of ``within``, in their order. No text is decoded: a document can have any number of questions."""
         key = np.uint64(_key(doc_id))
         left, right = (int(np.searchsorted(self._asking_keys, key, side=side)) for side in ("left", "right"))
-        found = [self[int(number)] for number in self._asking_rows[left:right]]
-        # Two ids can share a key.
-        return [row for row in found if min(row.supporting) == doc_id]
+        numbers_R = self._asking_rows[left:right]
+        batches_R = np.searchsorted(self._ends, numbers_R, side="right")
+        found: list[tuple[int, str]] = []
+        for mine_R in np.split(numbers_R, np.flatnonzero(np.diff(batches_R)) + 1) if len(numbers_R) else ():
+            batch, first = self._find(int(mine_R[0]))
+            places = pa.array(mine_R - mine_R[0] + first)
+            needed, ids = (batch.column(name).take(places).to_pylist() for name in ("supporting", "row_id"))
+            found += [
+                (number, row_id)
+                for number, row_id, supporting in zip(mine_R.tolist(), ids, needed, strict=True)
+                # Two ids can share a key.
+                if supporting[0] == doc_id and within.issuperset(supporting)
+            ]
+        return found
 
     def document(self, number: int, place: int) -> Passage:
         """One document of a row."""

@@ -82,10 +82,11 @@ class DocumentSampler:
         if self._questions == 1:
             return ()
         there = {d.doc_id for d in documents}
-        asking = self._files[file].rows.asking
-        fitting = [r for d in documents for r in asking(d.doc_id) if r != row and r.supporting <= there]
+        rows = self._files[file].rows
+        asking = [pair for d in documents for pair in rows.asking(d.doc_id, within=there)]
+        fitting = [n for n, row_id in asking if row_id != row.row_id or rows[n] != row]
         order = random.permutation(len(fitting))[: self._questions - 1]
-        return tuple(fitting[i] for i in order)
+        return tuple(rows[fitting[i]] for i in order)
 
     @staticmethod
     def _others(others: list[Passage], count: int, random: np.random.Generator) -> list[Passage]:
