@@ -3,7 +3,9 @@
 import gzip
 import json
 import os
+import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import pytest
 
 from c2kv_core.errors import CorpusError, TrainingError
 from c2kv_core.store import open_storage
+from pipelines.train import ingest
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import RunFolder
 from pipelines.train.ingest import ROWS, dropped_rows, open_rows, take_in
+from pipelines.train.reading import RowReader
 from pipelines.train.row import Passage, TrainRow
 from pipelines.train.row_table import RowTable, row_pieces
 from pipelines.train.run import train
@@ -212,6 +216,19 @@ def test_of_two_drivers_that_take_in_the_first_decides(tmp_path: Path) -> None:
     (tmp_path / "slow/a.jsonl").write_text(json.dumps(tree_row(7)))
     reader.join()
     assert [list(file.rows) for file in open_rows(first)[0]] == taken
+
+
+def test_sigterm_ends_the_reading_of_files(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminated(RowReader):
+        def __iter__(self) -> Iterator[TrainRow]:
+            signal.raise_signal(signal.SIGTERM)
+            return super().__iter__()
+
+    monkeypatch.setattr(ingest, "RowReader", Terminated)
+    # Without it the base, which is not there, would be the next to be looked at.
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert not RunFolder(config).storage.exists(ROWS)
 
 
 @pytest.mark.parametrize("fault", ["flipped", "missing"])

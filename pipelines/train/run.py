@@ -16,7 +16,7 @@ from pipelines.interrupts import sigterm_interrupts
 from pipelines.train.attempts import Attempt
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import REPORT, RunFolder
-from pipelines.train.ingest import is_taken_in
+from pipelines.train.ingest import is_taken_in, take_in
 from pipelines.train.loop import OnProgress, train_worker
 from pipelines.train.reading import check_files
 from pipelines.train.world import World
@@ -25,8 +25,8 @@ from pipelines.train.world import World
 def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[str, Any]:
     """Train a sidecar, or go on where the run of this name stopped; a finished run is reported again.
 
-    In this process SIGTERM, which machines get before they are taken away, ends the step and saves it; on Ray it ends
-    the run at the newest checkpoint.
+    In this process SIGTERM, which machines get before they are taken away, ends the step and saves it, and ends the
+    reading of data files at once; on Ray it ends the run at the newest checkpoint.
 
     Raises:
         KeyboardInterrupt: SIGTERM came.
@@ -48,6 +48,9 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
         with sigterm_interrupts():
             train_on_ray(config, owner=owner, progress=progress)
     else:
+        # Files can be long, and there is no step to finish: here SIGTERM ends it at once.
+        with sigterm_interrupts():
+            take_in(config, folder)
         with _told_to_stop() as stop:
             train_worker(config, World(), owner=owner, progress=progress, stop=stop)
     report: dict[str, Any] | None = folder.get_json(REPORT)
