@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -177,6 +179,31 @@ def test_values_that_python_cannot_hold_cost_their_row(tmp_path: Path) -> None:
     assert [row.row_id for row in file.rows] == ["row-1", "row-3"]
     assert file.dropped == {"unreadable": 2}
     assert file.first_fault is not None and "can't decode byte 0xff" in file.first_fault
+
+
+def test_a_file_that_ends_its_readers_ends_the_run(ray_cluster: None, tmp_path: Path) -> None:
+    # Reading waits until somebody writes.
+    os.mkfifo(tmp_path / "a.jsonl")
+    config = train_config(tmp_path, Path("unused"), data=[str(tmp_path / "a.jsonl")], max_failures=1)
+    ended, killed = threading.Event(), set[int]()
+
+    def kill_readers() -> None:
+        while not ended.wait(0.05):
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    if "".join(process.cmdline()).startswith("ray::Map"):
+                        process.kill()
+                        killed.add(process.pid)
+
+    killer = threading.Thread(target=kill_readers)
+    killer.start()
+    try:
+        with pytest.raises(TrainingError, match=r"^reading the data files stopped: "):
+            take_in(config, RunFolder(config), on_ray=True)
+    finally:
+        ended.set()
+        killer.join()
+    assert len(killed) == 2
 
 
 def test_a_run_goes_on_with_the_rows_it_began_with(tmp_path: Path) -> None:

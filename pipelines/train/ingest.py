@@ -5,6 +5,7 @@ first and the list that names them last, so that a run that was cut off while it
 """
 
 import tempfile
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,7 @@ def take_in(config: TrainConfig, folder: RunFolder, *, on_ray: bool = False) -> 
 
     Raises:
         CorpusError: a file is missing, unreadable as a whole, or has no usable row.
-        TrainingError: the run folder cannot be written.
+        TrainingError: the run folder cannot be written, or readers were lost more than ``max_failures`` times.
     """
     if is_taken_in(folder):
         return
@@ -109,7 +110,10 @@ def take_in(config: TrainConfig, folder: RunFolder, *, on_ray: bool = False) -> 
         for number, file in enumerate((*config.data, *config.dev))
     ]
     with folder.writing():
-        tables = _by_ray_data(tasks) if on_ray else [read_table(task, folder.storage) for task in tasks]
+        if on_ray:
+            tables = _by_ray_data(tasks, config.max_failures)
+        else:
+            tables = [read_table(task, folder.storage) for task in tasks]
         # Of two drivers that read at once the first decides, as they may have found different files.
         folder.storage.create(ROWS, _TABLES.dump_json(tables, indent=2) + b"\n")
 
@@ -216,14 +220,24 @@ def _mapped(storage: Storage, path: str) -> pa.Buffer:
         return pa.memory_map(copy.name).read_buffer()
 
 
-def _by_ray_data(tasks: list[ReadTask]) -> list[Table]:
+def _by_ray_data(tasks: list[ReadTask], max_failures: int) -> list[Table]:
     """A Ray Data task for each file; only what became of it comes back."""
     import ray.data
+    from ray.exceptions import RayError
 
     numbered = {task.number: task for task in tasks}
-    with quiet_datasets():
+    read = partial(_read_on_ray, tasks=numbered)
+    with quiet_datasets(), warnings.catch_warnings():
+        # Ray 2.60 has no other name for a task's tries yet; by default a file that ends its readers is read for ever.
+        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
         dataset = ray.data.from_items([{"number": n} for n in numbered], override_num_blocks=len(tasks))
-        done = dataset.map(partial(_read_on_ray, tasks=numbered), num_cpus=READER_CPUS).take_all()
+        try:
+            done = dataset.map(read, num_cpus=READER_CPUS, max_retries=max_failures).take_all()
+        except RayError as error:
+            raise TrainingError(
+                f"reading the data files stopped: {' '.join(str(error).split())[:500]}; give the nodes more "
+                "memory or cut the largest file into several, then run the same command"
+            ) from error
     reports = sorted(done, key=lambda row: int(row["number"]))
     for row in reports:
         if row["fault"]:
