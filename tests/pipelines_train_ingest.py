@@ -318,6 +318,17 @@ def test_rows_that_cannot_be_read_now_are_not_thrown_away(config: TrainConfig) -
         open_rows(config)
 
 
+def test_held_out_rows_of_which_none_fits_are_told(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "dev.jsonl", [tree_row(0, question="why " * 200)])
+    config = train_config(
+        tmp_path, tiny_model_dir(tmp_path / "tiny"), dev=[str(tmp_path / "dev.jsonl")], max_row_tokens=100
+    )
+    with pytest.raises(
+        CorpusError, match=r"rows of dev that can be evaluated, found none among 1, the last: too long"
+    ):
+        train(config)
+
+
 def test_a_piece_of_another_form_is_no_table() -> None:
     with pytest.raises(pa.ArrowInvalid):
         RowTable([pa.py_buffer(b"ARROW1\0\0 cut off")])

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from c2kv_core import ComposedContext
+from c2kv_core.errors import CorpusError
 from pipelines.train.asks import Ask
 from pipelines.train.objective import ask_losses
 from pipelines.train.prepare import Prepared
@@ -66,6 +67,7 @@ class DevSet:
         rows = files[index].rows
         order = np.random.default_rng([config.seed, 4, index]).permutation(len(rows))
         prepared: list[Prepared] = []
+        fault: RowError | None = None
         for place in order:
             random = np.random.default_rng([config.seed, 5, index, int(place)])
             sample = sampler.sample(
@@ -73,10 +75,16 @@ class DevSet:
             )
             try:
                 prepared.append(self._setup.preparer.prepare(self._at_every_ratio(sample)))
-            except RowError:
+            except RowError as error:
+                fault = error
                 continue
             if len(prepared) == config.dev_rows:
                 break
+        if not prepared:
+            raise CorpusError(
+                f"expected rows of {files[index].name} that can be evaluated, found none among {len(rows)}, the last: "
+                f"{fault}; raise max_row_tokens or lower documents_per_row"
+            )
         if config.shard_base:
             # Workers that share a base's layers must call them equally often: each evaluates all rows.
             return prepared
