@@ -318,6 +318,12 @@ def test_rows_that_cannot_be_read_now_are_not_thrown_away(config: TrainConfig) -
         open_rows(config)
 
 
+def test_held_out_files_go_by_their_names(config: TrainConfig) -> None:
+    twice = [{"path": "dev.jsonl"}, {"path": "other/dev.json.gz"}]
+    with pytest.raises(CorpusError, match=r"held-out files of different names, got dev, dev; rename one"):
+        train(TrainConfig.model_validate({**config.model_dump(), "dev": twice}))
+
+
 def test_held_out_rows_of_which_none_fits_are_told(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "dev.jsonl", [tree_row(0, question="why " * 200)])
     config = train_config(

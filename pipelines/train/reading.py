@@ -59,8 +59,11 @@ def check_files(config: TrainConfig) -> None:
     """Whether every data file can be opened, which costs little, before Ray and the model are brought up.
 
     Raises:
-        CorpusError: the first that cannot.
+        CorpusError: the first that cannot; held-out files that tables could not tell apart.
     """
+    names = [table_name(file.path) for file in config.dev]
+    if len(set(names)) < len(names):
+        raise CorpusError(f"expected held-out files of different names, got {', '.join(names)}; rename one")
     for file in (*config.data, *config.dev):
         path = config.data_path(file)
         try:
