@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from c2kv_core.errors import CorpusError, TrainingError
+from c2kv_core.errors import CorpusError, InputError, TrainingError
 from c2kv_core.store import open_storage
 from pipelines.train import ingest
 from pipelines.train.config import TrainConfig
@@ -316,6 +316,25 @@ def test_rows_that_cannot_be_read_now_are_not_thrown_away(config: TrainConfig) -
     piece.mkdir()
     with pytest.raises(TrainingError, match=r"rows/000/.*; run the same command again$"):
         open_rows(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("~nobody-here/a.jsonl", "got '~nobody-here/a.jsonl': there is no such home directory"),
+        ("a\0.jsonl", "cannot read the data file .*: embedded null byte"),
+        ("file:///nowhere/a.jsonl", "cannot read the data file /nowhere/a.jsonl: No such file"),
+    ],
+)
+def test_paths_that_are_none_are_told(tmp_path: Path, path: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        train(train_config(tmp_path, Path("unused"), data=[path]))
+
+
+def test_local_paths_may_be_written_as_uris(config: TrainConfig, tmp_path: Path) -> None:
+    below = config.model_copy(update={"data_dir": f"file://{tmp_path}"})
+    whole = config.data[0].model_copy(update={"path": f"file://{tmp_path}/a.jsonl.gz"})
+    assert below.data_path(config.data[0]) == config.data_path(whole) == str(tmp_path / "a.jsonl.gz")
 
 
 def test_held_out_files_go_by_their_names(config: TrainConfig) -> None:

@@ -7,10 +7,14 @@ from pydantic import Field, model_validator
 
 from c2kv_core import SidecarConfig
 from c2kv_core.config import Config
+from c2kv_core.errors import ConfigError
 from c2kv_core.text import SYSTEM
 
 Layout = Literal["auto", "c2kv", "hotpotqa", "2wikimultihopqa", "musique", "longbench"]
 """How a data file's rows are laid out; ``auto`` tells by the keys of each row."""
+
+
+_FILE = "file://"
 
 
 class DataFile(Config):
@@ -237,12 +241,29 @@ class TrainConfig(Config):
 
     def is_below_data_dir(self, file: DataFile) -> bool:
         """Whether a data file's path is relative."""
-        return "://" not in file.path and not Path(file.path).expanduser().is_absolute()
+        return "://" not in file.path and not _local(file.path).is_absolute()
 
     def data_path(self, file: DataFile) -> str:
-        """Where a data file is: a local path, or ``s3://bucket/key``."""
+        """Where a data file is: a local path, or ``s3://bucket/key``.
+
+        Raises:
+            ConfigError: a home directory that does not exist.
+        """
         if not self.is_below_data_dir(file):
-            return file.path if "://" in file.path else str(Path(file.path).expanduser())
-        if "://" in self.data_dir:
+            return file.path if _is_remote(file.path) else str(_local(file.path))
+        if _is_remote(self.data_dir):
             return f"{self.data_dir.rstrip('/')}/{file.path}"
-        return str(Path(self.data_dir).expanduser() / file.path)
+        return str(_local(self.data_dir) / file.path)
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path.removeprefix(_FILE)
+
+
+def _local(path: str) -> Path:
+    try:
+        return Path(path.removeprefix(_FILE)).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"expected the path of data, got {path!r}: there is no such home directory"
+        ) from error

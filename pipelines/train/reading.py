@@ -68,10 +68,12 @@ def check_files(config: TrainConfig) -> None:
         path = config.data_path(file)
         try:
             open_file(locate(path)).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # A ValueError is a path with a zero byte.
             below = f" (data_dir is {config.data_dir})" if config.is_below_data_dir(file) else ""
+            reason = getattr(error, "strerror", None) or error
             raise CorpusError(
-                f"cannot read the data file {path}: {error.strerror or error}; give one that exists{below}"
+                f"cannot read the data file {path}: {reason}; give one that exists{below}"
             ) from error
 
 
