@@ -162,6 +162,13 @@ def test_the_first_fault_is_one_short_line_of_text(ray_cluster: None, tmp_path: 
     assert len(file.first_fault) <= 300
 
 
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_empty_file_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "trees.jsonl").write_text(content)
+    with pytest.raises(CorpusError, match=r"usable rows in .*trees.jsonl, found no row at all$"):
+        open_rows(train_config(tmp_path, Path("unused")))
+
+
 @pytest.mark.parametrize("key", ["answers", "supporting"])
 @pytest.mark.parametrize("value", ["oak", {"text": ["oak"]}])
 def test_what_is_no_list_is_not_taken_by_letters_or_keys(tmp_path: Path, key: str, value: Any) -> None:

@@ -134,9 +134,8 @@ def read_table(task: ReadTask, storage: Storage) -> Table:
         storage.put(path, data)
         pieces.append(Piece(path=path, rows=rows, checksum=checksum))
     if not pieces:
-        raise CorpusError(
-            f"expected usable rows in {task.path}, found none; the first fault: {reader.first_fault}"
-        )
+        found = f"none; the first fault: {reader.first_fault}" if reader.first_fault else "no row at all"
+        raise CorpusError(f"expected usable rows in {task.path}, found {found}")
     return Table(
         path=task.path, pieces=tuple(pieces), dropped=dict(reader.dropped), first_fault=reader.first_fault
     )
