@@ -29,8 +29,10 @@ class SidecarOptimizer:
 
     def __init__(self, config: TrainConfig, weights: MasterWeights) -> None:
         self._config, self._weights = config, weights
-        matrices = [p for p in weights if p.ndim > 1]
-        others = [p for p in weights if p.ndim <= 1]
+        # Scores of tokens are fitted before the first step and get no gradient: decay alone would move them.
+        decayed = {name for name, p in weights.named.items() if p.ndim > 1 and ".scores." not in name}
+        matrices = [p for name, p in weights.named.items() if name in decayed]
+        others = [p for name, p in weights.named.items() if name not in decayed]
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},
