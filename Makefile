@@ -52,19 +52,15 @@ check: $(STAMP) ## format, lint, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two files of tests at a time; those with Ray one after the other (tests/conftest.py). TEST_PROCESSES=0 runs all in one.
-TEST_PROCESSES ?= 2
-SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadgroup
-
 # The tests bring their own models or find the installed one; a test that asks a hub is a mistake.
 test test-faults soak: export HF_HUB_OFFLINE := 1
 
 test: $(STAMP) ## the tests, without fault injection
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not faults and not soak" tests
+	$(BIN)/pytest -m "not faults and not soak" tests
 
 # pytest exits 5 when nothing was selected: no failure as long as no test carries the marker.
 test-faults: $(STAMP) ## the tests that kill, cut and damage, and the long ones
-	@status=0; $(BIN)/pytest $(SIDE_BY_SIDE) -m "faults and not soak" tests || status=$$?; \
+	@status=0; $(BIN)/pytest -m "faults and not soak" tests || status=$$?; \
 	if [ $$status -eq 5 ]; then echo "No test is marked 'faults'."; status=0; fi; exit $$status
 
 soak: $(STAMP) ## hours of load; by hand

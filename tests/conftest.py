@@ -23,14 +23,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where files run side by side, those with Ray run one after the other: each cluster wants the machine's memory."""
-    for item in items:
-        with_ray = any(item.iter_markers("ray")) or any(item.iter_markers("ray_cli"))
-        item.add_marker(pytest.mark.xdist_group("ray" if with_ray else item.path.stem))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "golden_file" not in metafunc.fixturenames:
         return
