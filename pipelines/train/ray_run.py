@@ -172,13 +172,20 @@ class _Follow:
             self._thread.join()
 
     def _loop(self) -> None:
-        assert self._progress is not None, "started only then"
         seen = -1
         while not self._ended.wait(POLL_S):
-            found = self._folder.get_json(PROGRESS)
-            if found is not None and found["step"] != seen:
-                seen = found["step"]
-                record = StepRecord(**found["record"]) if found["record"] else None
-                self._progress(
-                    Progress(step=seen, steps=found["steps"], record=record, best_score=found["best_score"])
-                )
+            seen = self._look(seen)
+        # The last steps may have come since.
+        self._look(seen)
+
+    def _look(self, seen: int) -> int:
+        """Pass on what is new; gives the step that was seen last."""
+        assert self._progress is not None, "started only then"
+        found = self._folder.get_json(PROGRESS)
+        if found is not None and found["step"] != seen:
+            seen = found["step"]
+            record = StepRecord(**found["record"]) if found["record"] else None
+            self._progress(
+                Progress(step=seen, steps=found["steps"], record=record, best_score=found["best_score"])
+            )
+        return seen
