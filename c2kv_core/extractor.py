@@ -149,15 +149,22 @@ class Extractor:
         layers = hf_adapter.decoder_layers(self.model)
         selects = self.sidecar.config.selection == "scored"
         for index, tokens in enumerate(_token_states(self.model, ids_BN, last=selects)):
+            # Of the tokens alone, so the same for every ratio.
+            scores = self._scores(index, layers[index], tokens.hidden) if selects else None
             for stream in streams:
                 if index + 1 < len(layers):
-                    stream.step(index, layers[index], tokens)
+                    stream.step(index, layers[index], tokens.keys, tokens.values, scores)
                 else:
-                    stream.finish(layers[index], tokens)
+                    stream.finish(layers[index], tokens.keys, tokens.values, scores)
         if not selects:
             for stream in streams:
-                stream.finish(layers[-1], None)
+                stream.finish(layers[-1])
         return [stream.states() for stream in streams]
+
+    @torch.no_grad()
+    def _scores(self, index: int, layer: hf_adapter.StockLayer, hidden_BND: Tensor) -> Tensor:
+        """(B, N, K) how much each kv head of a layer wants of the tokens."""
+        return self.sidecar.scores(index, hf_adapter.inside(layer, layer.input_layernorm, hidden_BND))
 
     def _check_documents(self, documents: Sequence[Sequence[int]]) -> None:
         limit = hf_adapter.max_positions(self.model)
@@ -185,7 +192,7 @@ class _CaptureCache:
 
 
 class TokenStates(NamedTuple):
-    """What slots read of the tokens in one layer."""
+    """The tokens in one layer."""
 
     hidden: Tensor
     """(B, N, D), the layer's input."""
@@ -245,8 +252,8 @@ class _SlotStream:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def step(self, index: int, layer: hf_adapter.StockLayer, tokens: TokenStates) -> None:
-        """Run one layer; its stored keys and values are kept."""
+    def step(self, index: int, layer: hf_adapter.StockLayer, *tokens: Tensor | None) -> None:
+        """Run one layer; its stored keys and values are kept. ``tokens``: their keys, values and scores (or None)."""
         body = partial(self._layer, index, layer)
         if self.recompute:
             made = checkpoint(body, self.hidden, *tokens, use_reentrant=False)
@@ -256,16 +263,14 @@ class _SlotStream:
         self.keys.append(k)
         self.values.append(v)
 
-    def finish(self, layer: hf_adapter.StockLayer, tokens: TokenStates | None) -> None:
+    def finish(self, layer: hf_adapter.StockLayer, *tokens: Tensor | None) -> None:
         """The last layer: only its keys and values are stored, so nothing attends there.
 
         Args:
             layer: of the base.
-            tokens: their states there; None where slots select none of them.
+            *tokens: as for ``step``; none where slots select none of them.
         """
-        k, v = hf_adapter.inside(
-            layer, partial(self._key_values, len(self.keys), layer), self.hidden, *(tokens or ())
-        )
+        k, v = hf_adapter.inside(layer, partial(self._last, len(self.keys), layer), self.hidden, *tokens)
         self.keys.append(k)
         self.values.append(v)
 
@@ -277,18 +282,27 @@ class _SlotStream:
         attention = layer.self_attn
         return hf_adapter.project_heads(attention, name, self.sidecar.project(index, name, normed, attention))
 
-    def _key_values(
-        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor
+    def _last(
+        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Keys before RoPE and values of the slots, (B, K, M, H); ``tokens`` are the fields of ``TokenStates``."""
-        normed = self._normed(index, layer, hidden)
-        if self.sidecar.config.selection == "none":
+        return self._key_values(index, layer, self._normed(index, layer, hidden), *tokens)
+
+    def _key_values(
+        self,
+        index: int,
+        layer: hf_adapter.StockLayer,
+        normed: Tensor,
+        token_k: Tensor | None = None,
+        token_v: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE and values of the slots, (B, K, M, H); without scores, of their own projections alone."""
+        if scores is None or token_k is None or token_v is None:
             return self._project(index, layer, "k", normed), self._project(index, layer, "v", normed)
-        states, attention = TokenStates(*tokens), layer.self_attn
+        attention = layer.self_attn
         with torch.no_grad():
-            scores = self.sidecar.scores(index, layer.input_layernorm(states.hidden))
-            chosen = selected_tokens(scores, self.lengths_B, slots=hidden.shape[1], ratio=self.ratio)
-            kept = selected_kv(states.keys, states.values, chosen, self.angles)
+            chosen = selected_tokens(scores, self.lengths_B, slots=normed.shape[1], ratio=self.ratio)
+            kept = selected_kv(token_k, token_v, chosen, self.angles)
         added = (
             hf_adapter.added_heads(
                 attention, name, self.sidecar.added(index, name, normed, attention), normed=normed
@@ -299,23 +313,29 @@ class _SlotStream:
         return k, v
 
     def _layer(
-        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor
+        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states after a layer, and its keys and values. Changes nothing, so that it can run twice."""
         return hf_adapter.inside(layer, partial(self._attend, index, layer), hidden, *tokens)
 
     def _attend(
-        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor
+        self,
+        index: int,
+        layer: hf_adapter.StockLayer,
+        hidden: Tensor,
+        token_k: Tensor,
+        token_v: Tensor,
+        scores: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        states = TokenStates(*tokens)
-        q = self._project(index, layer, "q", self._normed(index, layer, hidden))
-        k, v = self._key_values(index, layer, hidden, *tokens)
+        normed = self._normed(index, layer, hidden)
+        q = self._project(index, layer, "q", normed)
+        k, v = self._key_values(index, layer, normed, token_k, token_v, scores)
         attended = slot_attention(
             hf_adapter.rotate(q, self.angles),
             hf_adapter.rotate(k, self.angles),
             v,
-            states.keys,
-            states.values,
+            token_k,
+            token_v,
             lengths_B=self.lengths_B,
             ratio=self.ratio,
             overlap_tokens=self.sidecar.config.overlap_tokens,

@@ -151,7 +151,7 @@ def project_kv(layer: StockLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return keys, project_heads(attention, "v", attention.v_proj(normed))
 
 
-def inside(layer: StockLayer, body: Callable[..., T], *tensors: Tensor) -> T:
+def inside(layer: StockLayer, body: Callable[..., T], *tensors: Tensor | None) -> T:
     """``body(*tensors)``, which uses submodules of a layer, as if it were the layer's own forward.
 
     Where a layer's weights are spread over processes (FSDP2), its method ``run_inside`` gathers them for the call.

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
+from c2kv_core.cache import AppendCache
 from c2kv_core.errors import InputError
 from c2kv_core.text import ChatRenderer, document_parts
 from pipelines.train.folder import RunFolder
@@ -134,16 +135,19 @@ def repetition_scores(
     read = hf_adapter.embed(model, torch.tensor([list(ids)], device=device))
     said = hf_adapter.embed(model, said_1T)
     states, scores = [], []
-    for layer in hf_adapter.decoder_layers(model):
+    # A layer's entries: the document's, then those of its repetition, which sees both.
+    cache = AppendCache(None)
+    for index, layer in enumerate(hf_adapter.decoder_layers(model)):
         states.append(hf_adapter.inside(layer, layer.input_layernorm, read)[0].double())
         queries_1QTH = hf_adapter.rotate(hf_adapter.inside(layer, partial(_queries, layer), said), angles)
-        cache = _Keys()
         read = hf_adapter.run_layer(layer, read, positions=own, angles=own_angles, cache=cache, mask=None)
         said = hf_adapter.run_layer(
             layer, said, positions=positions, angles=angles, cache=cache, mask=mask_TS[None, None]
         )
         queries_QTH = queries_1QTH[0, :, len(prompt) :] * hf_adapter.attention_scale(layer.self_attn)
-        scores.append(_most_attention(queries_QTH, cache.keys[0], mask_TS[len(prompt) :], past).double())
+        scores.append(
+            _most_attention(queries_QTH, cache.frozen().keys[index][0], mask_TS[len(prompt) :], past).double()
+        )
     return states, scores
 
 
@@ -177,17 +181,3 @@ def _solved(products: Tensor) -> Tensor:
     )
     solution: Tensor = torch.linalg.solve(damped, target)
     return solution.T.float().contiguous()
-
-
-class _Keys:
-    """One layer's entries: the document's, then those of its repetition, which sees both."""
-
-    keys: Tensor
-    _values: Tensor
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, **extra: object) -> tuple[Tensor, Tensor]:
-        """See ``hf_adapter.LayerCache``."""
-        read = hasattr(self, "keys")
-        self.keys = torch.cat([self.keys, keys], dim=2) if read else keys
-        self._values = torch.cat([self._values, values], dim=2) if read else values
-        return self.keys, self._values
