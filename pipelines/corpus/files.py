@@ -105,6 +105,20 @@ def open_text(file: CorpusFile, **options: Any) -> Iterator[io.TextIOWrapper]:
             yield text
 
 
+def object_bytes(uri: str) -> int | None:
+    """Size of one object of a bucket; None where there is none.
+
+    Raises:
+        OSError: the bucket cannot be listed.
+    """
+    folder, _, name = uri.rpartition("/")
+    # Of a prefix, all keys that begin with it are listed.
+    for found in open_storage(folder).list_files(name) if folder != "s3:/" else ():
+        if found.path == name:
+            return found.size_bytes
+    return None
+
+
 def _on_disk(path: Path) -> list[CorpusFile]:
     if path.is_file():
         return [_file(str(path), path.name, path.stat().st_size)]
@@ -156,12 +170,10 @@ def _in_bucket(uri: str) -> list[CorpusFile]:
     if below:
         readable = sorted((f for f in below if f.path.lower().endswith(ALL_SUFFIXES)), key=lambda f: f.path)
         return [_file(f"{uri}/{f.path}", f.path, f.size_bytes) for f in readable]
-    folder, _, name = uri.rpartition("/")
-    # Of a prefix, all keys that begin with it are listed.
-    for found in open_storage(folder).list_files(name) if folder != "s3:/" else ():
-        if found.path == name:
-            return [_file(uri, name, found.size_bytes)]
-    raise CorpusError(f"expected a corpus at {uri}, found nothing")
+    size_bytes = object_bytes(uri)
+    if size_bytes is None:
+        raise CorpusError(f"expected a corpus at {uri}, found nothing")
+    return [_file(uri, uri.rpartition("/")[2], size_bytes)]
 
 
 def _of_table(corpus: str, uri: str, options: dict[str, str]) -> list[CorpusFile]:

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from c2kv_core.errors import CorpusError
-from c2kv_core.store import open_storage
-from pipelines.corpus.files import CorpusFile, Kind, open_file, open_text
+from pipelines.corpus.files import CorpusFile, Kind, object_bytes, open_file, open_text
 from pipelines.train.adapters import UNREADABLE, to_row
 from pipelines.train.config import Layout, TrainConfig
 from pipelines.train.row import RowError, TrainRow
@@ -96,17 +95,16 @@ def locate(path: str) -> CorpusFile:
     if not name.lower().endswith(SUFFIXES):
         raise CorpusError(f"{path}: expected a data file ending in {', '.join(SUFFIXES)}")
     kind: Kind = "parquet" if name.lower().endswith(".parquet") else "jsonl"
-    return CorpusFile(path=path, name=name, size_bytes=_size(path, name), kind=kind)
+    return CorpusFile(path=path, name=name, size_bytes=_size(path), kind=kind)
 
 
-def _size(path: str, name: str) -> int:
+def _size(path: str) -> int:
     if "://" not in path:
         return Path(path).stat().st_size
-    # Of a prefix, all keys that begin with it are listed.
-    for found in open_storage(path.removesuffix(f"/{name}")).list_files(name):
-        if found.path == name:
-            return found.size_bytes
-    raise FileNotFoundError(2, "No such object", path)
+    size_bytes = object_bytes(path)
+    if size_bytes is None:
+        raise FileNotFoundError(2, "No such object", path)
+    return size_bytes
 
 
 def _records(file: CorpusFile) -> Iterator[tuple[str, Any]]:
