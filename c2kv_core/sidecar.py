@@ -83,6 +83,11 @@ class TokenScores(nn.Module):
         return nn.functional.linear(x, self.weight)
 
 
+def is_fitted(name: str) -> bool:
+    """Whether a sidecar's tensor of this name is fitted before training, which then leaves it as it is."""
+    return name.endswith(".scores.weight")
+
+
 class Sidecar(nn.Module):
     """Everything C2KV trains. Tensors are named ``slot_embedding``, ``layers.{l}.{q,k,v}_proj.*`` and, with selection,
     ``layers.{l}.scores.weight``."""

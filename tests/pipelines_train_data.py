@@ -43,6 +43,7 @@ MUSIQUE: dict[str, Any] = {
         {"title": "B", "paragraph_text": "Three. Four.", "is_supporting": True},
     ],
 }
+OWN = tree_row(0)
 IN_COLUMNS = {
     **HOTPOT,
     "supporting_facts": {"title": ["B"], "sent_id": [0]},
@@ -93,6 +94,8 @@ def test_longbench_passages_become_documents() -> None:
         ({**HOTPOT, "context": None}, "not a hotpotqa row"),
         ({**HOTPOT, "question": " "}, "no question"),
         ([1], "expected an object"),
+        ({**OWN, "id": None}, "expected an id, got null"),
+        ({**OWN, "documents": [{"id": None, "text": "t"}]}, "expected an id, got null"),
     ],
 )
 def test_a_bad_row_says_why(record: Any, message: str) -> None:

@@ -250,6 +250,20 @@ def test_of_two_drivers_that_take_in_the_first_decides(tmp_path: Path) -> None:
     (tmp_path / "slow/a.jsonl").write_text(json.dumps(tree_row(7)))
     reader.join()
     assert [list(file.rows) for file in open_rows(first)[0]] == taken
+    pieces = list((Path(RunFolder(first).location) / "rows").rglob("*.arrow"))
+    assert len(pieces) == len([*first.data, *first.dev])
+
+
+def test_pieces_that_no_list_names_are_removed(config: TrainConfig) -> None:
+    open_rows(config)
+    folder = Path(RunFolder(config).location)
+    (folder / ROWS).unlink()
+    (old,) = (folder / "rows/002").glob("*.arrow")
+    tree_file(Path(config.data_path(config.dev[0])), rows=5)
+    for _ in range(2):
+        (dev,) = open_rows(config)[1]
+        assert len(dev.rows) == 5
+    assert not old.exists() and len(list((folder / "rows").rglob("*.arrow"))) == 3
 
 
 def test_sigterm_ends_the_reading_of_files(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

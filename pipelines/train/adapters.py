@@ -47,9 +47,9 @@ def _guess(record: dict[str, Any]) -> str:
 
 
 def _c2kv(record: dict[str, Any]) -> TrainRow:
-    documents = [Passage(str(d["id"]), d.get("title") or "", d["text"]) for d in record["documents"]]
+    documents = [Passage(_id(d), d.get("title") or "", d["text"]) for d in record["documents"]]
     supporting = map(str, _several(record.get("supporting") or ()))
-    return _row(record["id"], documents, supporting, record["question"], record["answers"])
+    return _row(_id(record), documents, supporting, record["question"], record["answers"])
 
 
 def _hotpotqa(record: dict[str, Any]) -> TrainRow:
@@ -123,6 +123,13 @@ def _row(
         question=question.strip(),
         answer=answer,
     )
+
+
+def _id(record: dict[str, Any]) -> str:
+    """A null in its place would be the same id for all that have one."""
+    if record["id"] is None:
+        raise RowError(UNREADABLE, "expected an id, got null")
+    return str(record["id"])
 
 
 def _several(texts: Iterable[Any]) -> Iterable[Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from c2kv_core.config import to_yaml
+from c2kv_core.sidecar import is_fitted
 from pipelines.train.dev import FULL, NONE
 from pipelines.train.ingest import RowFile
 from pipelines.train.setup import TrainingSetup
@@ -54,13 +55,15 @@ def _weight(file: RowFile) -> str:
 
 
 def _amounts(state: RunState, exported_step: int, drift: float, setup: TrainingSetup) -> str:
-    weights = sum(p.numel() for p in setup.sidecar.parameters())
+    sizes = {name: p.numel() for name, p in setup.sidecar.named_parameters()}
+    fitted = sum(size for name, size in sizes.items() if is_fitted(name))
     lines = [
         f"- steps: {state.step:,} of {setup.config.batch_rows} rows; exported: step {exported_step:,}"
         + (" (best on held-out rows)" if state.best else " (last)"),
         f"- rows: {state.rows:,}; source tokens: {state.source_tokens:,}; answer tokens: {state.answer_tokens:,}",
         f"- rows replaced because they did not fit: {state.dropped:,}",
-        f"- trained weights: {weights:,}; moved by {drift:.4f} of their size at the start",
+        f"- trained weights: {sum(sizes.values()) - fitted:,}; moved by {drift:.4f} of their size at the start",
+        *([f"- weights fitted before the first step: {fitted:,}"] if fitted else []),
         f"- wall time of the steps: {state.seconds:,.0f} s",
     ]
     return "\n".join(lines)

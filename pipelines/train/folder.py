@@ -79,6 +79,16 @@ class RunFolder:
                     "or another run name to start anew"
                 )
 
+    def reading(self) -> AbstractContextManager[None]:
+        """As ``writing``, where nothing is written.
+
+        Raises:
+            TrainingError: names the folder and the system's reason.
+        """
+        return _telling(
+            f"cannot read the run folder {self.location}", "run the same command again when it can be reached"
+        )
+
     def writing(self) -> AbstractContextManager[None]:
         """Failures of the file system within a ``with`` block as one line.
 
@@ -100,20 +110,24 @@ class RunFolder:
             return None
 
 
-@contextmanager
-def writing(location: str) -> Iterator[None]:
+def writing(location: str) -> AbstractContextManager[None]:
     """Failures of the file system as one line.
 
     Raises:
         TrainingError: names the folder and the system's reason.
     """
+    return _telling(
+        f"cannot write the run folder {location}",
+        "make room or choose another output, then run the same command to go on from the last checkpoint",
+    )
+
+
+@contextmanager
+def _telling(failure: str, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TrainingError(
-            f"cannot write the run folder {location}: {error.strerror or error}; make room or choose another "
-            "output, then run the same command to go on from the last checkpoint"
-        ) from error
+        raise TrainingError(f"{failure}: {error.strerror or error}; {advice}") from error
 
 
 __all__ = ["MAY_CHANGE", "RunFolder", "writing"]

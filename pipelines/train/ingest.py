@@ -26,6 +26,8 @@ from pipelines.train.row_table import RowTable, row_pieces
 
 ROWS = "rows.json"
 """List of all tables; where it is, they are whole."""
+ROW_FOLDER = "rows/"
+"""Below the run folder; holds the pieces."""
 READER_CPUS = 0.5
 """Logical CPUs of a task that reads a file."""
 
@@ -86,7 +88,7 @@ def is_taken_in(folder: RunFolder) -> bool:
     Raises:
         TrainingError: the run folder cannot be reached.
     """
-    with folder.writing():
+    with folder.reading():
         return folder.storage.exists(ROWS)
 
 
@@ -116,6 +118,15 @@ def take_in(config: TrainConfig, folder: RunFolder, *, on_ray: bool = False) -> 
             tables = [read_table(task, folder.storage) for task in tasks]
         # Of two drivers that read at once the first decides, as they may have found different files.
         folder.storage.create(ROWS, _TABLES.dump_json(tables, indent=2) + b"\n")
+        _remove_leftovers(folder.storage, _listed(folder, len(tasks)))
+
+
+def _remove_leftovers(storage: Storage, tables: list[Table]) -> None:
+    """Pieces of a reading that was cut off or came second, and those whose list was removed."""
+    listed = {piece.path for table in tables for piece in table.pieces}
+    for file in storage.list_files(ROW_FOLDER):
+        if file.path not in listed:
+            storage.delete(file.path)
 
 
 def read_table(task: ReadTask, storage: Storage) -> Table:
@@ -130,7 +141,7 @@ def read_table(task: ReadTask, storage: Storage) -> Table:
     for number, (data, rows) in enumerate(row_pieces(reader)):
         checksum = digest(data).hex()
         # Named by content, so that nobody who reads other files puts theirs in this place.
-        path = f"rows/{task.number:03d}/{number:05d}-{checksum}.arrow"
+        path = f"{ROW_FOLDER}{task.number:03d}/{number:05d}-{checksum}.arrow"
         storage.put(path, data)
         pieces.append(Piece(path=path, rows=rows, checksum=checksum))
     if not pieces:
@@ -169,7 +180,7 @@ def dropped_rows(files: Iterable[RowFile]) -> dict[str, int]:
 
 def _listed(folder: RunFolder, count: int) -> list[Table]:
     try:
-        with folder.writing():
+        with folder.reading():
             tables = _TABLES.validate_python(folder.get_json(ROWS))
     except ValueError as error:
         raise _damaged_list(folder, count) from error

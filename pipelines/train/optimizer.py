@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from c2kv_core.sidecar import is_fitted
 from pipelines.train.config import TrainConfig
 from pipelines.train.weights import MasterWeights
 
@@ -29,8 +30,8 @@ class SidecarOptimizer:
 
     def __init__(self, config: TrainConfig, weights: MasterWeights) -> None:
         self._config, self._weights = config, weights
-        # Scores of tokens are fitted before the first step and get no gradient: decay alone would move them.
-        decayed = {name for name, p in weights.named.items() if p.ndim > 1 and ".scores." not in name}
+        # What is fitted gets no gradient: decay alone would move it.
+        decayed = {name for name, p in weights.named.items() if p.ndim > 1 and not is_fitted(name)}
         matrices = [p for name, p in weights.named.items() if name in decayed]
         others = [p for name, p in weights.named.items() if name not in decayed]
         groups = [

@@ -3,10 +3,11 @@
 Beside each row stand 64-bit keys of its documents' ids, so that pools of documents are made without looking at texts.
 """
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +34,7 @@ SCHEMA = pa.schema(
     ]
 )
 
+T = TypeVar("T")
 Keys = NDArray[np.uint64]
 Places = NDArray[np.int64]
 
@@ -53,7 +55,23 @@ def row_pieces(
         yield sink.getvalue(), count
 
 
-class RowTable(Sequence[TrainRow]):
+class _Sequence(Sequence[T]):
+    """A sequence of which a part is a list, so that a class gives one place after the other."""
+
+    @overload
+    def __getitem__(self, number: int) -> T: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[T]: ...
+    def __getitem__(self, number: int | slice) -> T | list[T]:
+        if isinstance(number, slice):
+            return [self._at(each) for each in range(*number.indices(len(self)))]
+        return self._at(number)
+
+    @abstractmethod
+    def _at(self, number: int) -> T: ...
+
+
+class RowTable(_Sequence[TrainRow]):
     """Rows by number; each is decoded when it is asked for."""
 
     def __init__(self, pieces: Iterable[pa.Buffer]) -> None:
@@ -75,13 +93,7 @@ class RowTable(Sequence[TrainRow]):
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._ends else 0
 
-    @overload
-    def __getitem__(self, number: int) -> TrainRow: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[TrainRow]: ...
-    def __getitem__(self, number: int | slice) -> TrainRow | list[TrainRow]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
+    def _at(self, number: int) -> TrainRow:
         batch, place = self._find(number)
         return _row(batch.slice(place, 1).to_pylist()[0])
 
@@ -139,7 +151,7 @@ class RowTable(Sequence[TrainRow]):
         )
 
 
-class DocumentPool(Sequence[Passage]):
+class DocumentPool(_Sequence[Passage]):
     """Every document of a table once, in the order of first appearance: a paragraph of many questions counts once."""
 
     def __init__(self, table: RowTable) -> None:
@@ -151,13 +163,7 @@ class DocumentPool(Sequence[Passage]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, number: int) -> Passage: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Passage]: ...
-    def __getitem__(self, number: int | slice) -> Passage | list[Passage]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
+    def _at(self, number: int) -> Passage:
         return self._table.document(int(self._rows[number]), int(self._places[number]))
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from c2kv_core import Compressor, Extractor, Sidecar, compose
+from c2kv_core.sidecar import is_fitted
 from c2kv_core.store import as_stored
 from pipelines.eval.case import Case
 from pipelines.eval.methods.method import MethodContext, Setup
@@ -51,6 +52,6 @@ def untrained(compressor: Compressor) -> Compressor:
     settings = replace(compressor.sidecar.config, ratios=compressor.spec.ratios, rank=None, trained=False)
     sidecar = Sidecar.from_base(compressor.model, settings, eos_token_id=compressor.tokenizer.eos_token_id)
     # The map that selects tokens is fitted before training begins.
-    fitted = {name: tensor for name, tensor in compressor.sidecar.state_dict().items() if ".scores." in name}
+    fitted = {name: tensor for name, tensor in compressor.sidecar.state_dict().items() if is_fitted(name)}
     sidecar.load_state_dict(fitted, strict=False)
     return replace(compressor, sidecar=sidecar, extractor=Extractor(compressor.model, sidecar))
