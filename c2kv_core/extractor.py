@@ -147,10 +147,13 @@ class Extractor:
             for ratio in ratios
         ]
         layers = hf_adapter.decoder_layers(self.model)
-        selects = self.sidecar.config.selection == "scored"
+        padding_BN = (
+            torch.arange(ids_BN.shape[1], device=device) >= torch.tensor(lengths, device=device)[:, None]
+        )
+        selects = self.sidecar.config.selection == "topk"
         for index, tokens in enumerate(_token_states(self.model, ids_BN, last=selects)):
             # Of the tokens alone, so the same for every ratio.
-            scores = self._scores(index, layers[index], tokens.hidden) if selects else None
+            scores = self._scores(index, layers[index], tokens.hidden, padding_BN) if selects else None
             for stream in streams:
                 if index + 1 < len(layers):
                     stream.step(index, layers[index], tokens.keys, tokens.values, scores)
@@ -162,9 +165,12 @@ class Extractor:
         return [stream.states() for stream in streams]
 
     @torch.no_grad()
-    def _scores(self, index: int, layer: hf_adapter.StockLayer, hidden_BND: Tensor) -> Tensor:
-        """(B, N, K) how much each kv head of a layer wants of the tokens."""
-        return self.sidecar.scores(index, hf_adapter.inside(layer, layer.input_layernorm, hidden_BND))
+    def _scores(
+        self, index: int, layer: hf_adapter.StockLayer, hidden_BND: Tensor, padding_BN: Tensor
+    ) -> Tensor:
+        """(B, N, K) how much each kv head of a layer wants of the tokens; -inf of padding."""
+        scores_BNK = self.sidecar.scores(index, hf_adapter.inside(layer, layer.input_layernorm, hidden_BND))
+        return scores_BNK.masked_fill(padding_BN[..., None], float("-inf"))
 
     def _check_documents(self, documents: Sequence[Sequence[int]]) -> None:
         limit = hf_adapter.max_positions(self.model)
@@ -241,13 +247,15 @@ class _SlotStream:
         self.residual = SlotResidual(model, sidecar.config, ids_BN, lengths, ratio)
         self.recompute = recompute and torch.is_grad_enabled()
         device = model.device
-        slots = slot_count(max(lengths), ratio)
+        counts = [slot_count(length, ratio) for length in lengths]
+        slots = max(counts)
         positions = torch.zeros(len(lengths), slots, dtype=torch.int64)
         for row, length in enumerate(lengths):
-            positions[row, : slot_count(length, ratio)] = slot_positions(length, ratio)
+            positions[row, : counts[row]] = slot_positions(length, ratio)
         positions = positions.to(device)
         self.angles = hf_adapter.rotation(model, positions)
         self.lengths_B = torch.tensor(lengths, device=device)
+        self.slots_B = torch.tensor(counts, device=device)
         self.hidden = self.residual.start(sidecar.slot_embedding.expand(len(lengths), slots, -1), positions)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -301,7 +309,7 @@ class _SlotStream:
             return self._project(index, layer, "k", normed), self._project(index, layer, "v", normed)
         attention = layer.self_attn
         with torch.no_grad():
-            chosen = selected_tokens(scores, self.lengths_B, slots=normed.shape[1], ratio=self.ratio)
+            chosen = selected_tokens(scores, self.slots_B, slots=normed.shape[1])
             kept = selected_kv(token_k, token_v, chosen, self.angles)
         added = (
             hf_adapter.added_heads(

@@ -79,8 +79,8 @@ class TokenScores(nn.Module):
         self.weight = nn.Parameter(torch.zeros(kv_heads, hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) to (..., K)."""
-        return nn.functional.linear(x, self.weight)
+        """(..., D) to float32 (..., K): many tokens are compared, and bfloat16 tells too few apart."""
+        return nn.functional.linear(x.float(), self.weight.float())
 
 
 def is_fitted(name: str) -> bool:
@@ -135,9 +135,8 @@ class Sidecar(nn.Module):
         layers = [
             _projections_like(layer.self_attn, config.rank) for layer in hf_adapter.decoder_layers(model)
         ]
-        if config.selection == "scored":
+        if config.selection == "topk":
             for made in layers:
-                # All equal at the start: the later of equals is the block's last token.
                 made["scores"] = TokenScores(table.shape[1], header.geometry.kv_heads).to(table.dtype)
         start = table[eos_token_id].detach().clone()
         if config.residual == "embed_last":
@@ -225,9 +224,9 @@ class Sidecar(nn.Module):
             sidecar.load_state_dict(tensors)
         except (KeyError, RuntimeError, TypeError) as error:
             raise SidecarError(f"{source}: tensors do not fit the sidecar's header: {error}") from error
-        if (header.config.selection == "scored") != ("layers.0.scores.weight" in tensors):
+        if (header.config.selection == "topk") != ("layers.0.scores.weight" in tensors):
             raise SidecarError(
-                f"{source}: expected scores of tokens iff selection is scored, as its header says"
+                f"{source}: expected scores of tokens iff selection is topk, as its header says"
             )
         ranks = {p.down.shape[0] if isinstance(p, LowRankProjection) else None for p in sidecar.projections()}
         if ranks - {header.config.rank}:

@@ -1,36 +1,35 @@
-"""What the option ``selection`` makes of slots: each head of a slot starts from one token of its block.
+"""What the option ``selection`` makes of slots: each head of a slot starts from one token of the document.
 
-A slot that is a copy of its block's last token hides the other tokens from every head. With ``scored`` a learned linear
-map of the token's normed state says, for every layer and kv head, which token of the block that head keeps; its key
-and value are the slot's, and what the slot projections add to the base's is added to them. The idea that heads keep
-tokens of their own, and that attention while a text is repeated tells which, is KVzip's (arXiv 2505.23416).
+A slot that is a copy of its block's last token hides the other tokens from every head. With ``topk`` a learned linear
+map of the token's normed state says, for every layer and kv head, how much that head wants of each token; as many as
+there are slots are kept, in their order. Their keys and values are the slots', and what the slot projections add to the
+base's is added to them. The idea that heads keep tokens of their own, and that attention while a text is repeated tells
+which, is KVzip's (arXiv 2505.23416).
 
 Shape legend: B documents, N tokens (padded), M slots (padded), D hidden, K kv heads, H head dim, k ratio.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from c2kv_core import hf_adapter
 
 
-def selected_tokens(scores_BNK: Tensor, lengths_B: Tensor, *, slots: int, ratio: int) -> Tensor:
-    """(B, K, M) the token of each block with the highest score, the later of equals.
+def selected_tokens(scores_BNK: Tensor, slots_B: Tensor, *, slots: int) -> Tensor:
+    """(B, K, M) the tokens with the highest scores, as many as the document has slots, by place; the earlier of equals.
 
     What padded slots are given is a token of the batch, of no meaning.
+
+    Args:
+        scores_BNK: -inf for padded tokens.
+        slots_B: of each document, at most its tokens.
+        slots: M, the most of ``slots_B``.
     """
-    batch, tokens, heads = scores_BNK.shape
-    real_BN = torch.arange(tokens, device=scores_BNK.device) < lengths_B[:, None]
-    masked = scores_BNK.float().masked_fill(~real_BN[..., None], float("-inf"))
-    blocks_BMkK = F.pad(masked, (0, 0, 0, slots * ratio - tokens), value=float("-inf")).view(
-        batch, slots, ratio, heads
-    )
-    # argmax takes the first of equals.
-    from_end_BMK = blocks_BMkK.flip(2).argmax(dim=2)
-    starts_M = torch.arange(slots, device=scores_BNK.device) * ratio
-    chosen_BMK = starts_M[:, None] + (ratio - 1 - from_end_BMK)
-    return chosen_BMK.clamp(max=tokens - 1).transpose(1, 2)
+    tokens = scores_BNK.shape[1]
+    best_BKM = scores_BNK.transpose(1, 2).sort(dim=-1, descending=True, stable=True).indices[..., :slots]
+    own_BM = torch.arange(slots, device=slots_B.device) < slots_B[:, None]
+    # Padded slots sort behind the others.
+    return best_BKM.masked_fill(~own_BM[:, None], tokens).sort(dim=-1).values.clamp(max=tokens - 1)
 
 
 def selected_kv(

@@ -170,7 +170,7 @@ CHANGES: dict[str, Any] = {
     "max_part_tokens": 512,
     "slot_dtype": "float16",
     "quantisation": "int8",
-    "selection": "scored",
+    "selection": "topk",
 }
 
 

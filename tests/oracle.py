@@ -74,25 +74,16 @@ def extract(
                 normed = normed + sum(block) / len(block)
             for name, made in (("q", q), ("k", k), ("v", v)):
                 made.append(_project(layer, name, normed, side))
-            if side is not None and sidecar.config.selection == "scored":
-                block = blocks[place - tokens]
-                normed_block = [layer.input_layernorm(hidden[i]) for i in block]
+            if side is not None and sidecar.config.selection == "topk":
+                normed_tokens = [layer.input_layernorm(x) for x in hidden[:tokens]]
                 for name, made in (("k", k), ("v", v)):
                     changed = made[-1] - _project(layer, name, normed, None)
-                    made[-1] = changed + torch.stack(
-                        [
-                            _kept(
-                                model,
-                                made,
-                                head,
-                                block,
-                                side["scores"].weight[head],
-                                normed_block,
-                                moves=name == "k",
-                            )
-                            for head in range(len(changed))
-                        ]
-                    )
+                    kept = []
+                    for head, score in enumerate(side["scores"].weight):
+                        token = _best_tokens(score, normed_tokens, slots)[place - tokens]
+                        x = made[token][head]
+                        kept.append(_moved(model, x, token - positions[place]) if name == "k" else x)
+                    made[-1] = changed + torch.stack(kept)
         k_rotated = [rotate(model, x, position) for x, position in zip(k, positions, strict=True)]
         q_rotated = [rotate(model, x, position) for x, position in zip(q, positions, strict=True)]
         hidden = [
@@ -180,23 +171,15 @@ def greedy(
     return answer
 
 
-def _kept(
-    model: PreTrainedModel,
-    made: list[Tensor],
-    head: int,
-    block: range,
-    score: Tensor,
-    states: list[Tensor],
-    *,
-    moves: bool,
-) -> Tensor:
-    """(H,) key or value of the token of a block that a head keeps; a key is turned to stand at the block's end."""
-    best = max(range(len(block)), key=lambda i: (float(score @ states[i]), i))
-    x = made[block[best]][head][None]
-    if not moves:
-        return x[0]
-    scale = rotate(model, torch.ones_like(x), 0)[0, 0]
-    return rotate(model, x, block[best] - block[-1])[0] / scale
+def _best_tokens(score: Tensor, states: list[Tensor], count: int) -> list[int]:
+    """Places of the tokens that a head wants most, in their order."""
+    return sorted(sorted(range(len(states)), key=lambda i: -float(score @ states[i]))[:count])
+
+
+def _moved(model: PreTrainedModel, key: Tensor, by: int) -> Tensor:
+    """(H,) a key that is turned by a number of positions, without the attention scaling that some RoPEs put on it."""
+    scale = rotate(model, torch.ones_like(key)[None], 0)[0, 0]
+    return rotate(model, key[None], by)[0] / scale
 
 
 def _project(layer: Any, name: str, normed: Tensor, side: Any) -> Tensor:

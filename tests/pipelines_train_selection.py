@@ -19,7 +19,6 @@ from pipelines.train.selection import (
     PROMPT,
     RIDGE,
     SINK_TOKENS,
-    WINDOW_TOKENS,
     fit_scores,
     repetition_scores,
 )
@@ -48,8 +47,8 @@ def test_a_tokens_worth_is_the_most_attention_that_the_stock_model_pays_it(archi
 
 def test_the_fit_is_the_ridge_regression_of_all_documents_together() -> None:
     model, renderer = new_tiny_model(), ChatRenderer(tiny_tokenizer())
-    # The last is shorter than sink and window, and takes no part.
-    ids = [*documents([37, 60, 29]), token_ids(SINK_TOKENS + WINDOW_TOKENS - 1)]
+    # The last has nothing to compare behind the sink, and takes no part.
+    ids = [*documents([37, 60, 29]), token_ids(SINK_TOKENS + 1)]
     fitted = fit_scores(model, renderer, ids)
     prompt = renderer.question_ids([{"role": "user", "content": PROMPT}])
     inputs: list[Tensor] = []
@@ -57,11 +56,9 @@ def test_the_fit_is_the_ridge_regression_of_all_documents_together() -> None:
     for one in ids[:3]:
         with torch.no_grad():
             states, scores = repetition_scores(model, prompt, one)
-        for start in range(SINK_TOKENS, len(one) - WINDOW_TOKENS + 1, WINDOW_TOKENS):
-            window = slice(start, start + WINDOW_TOKENS)
-            x, y = states[1][window], (scores[1][:, window].T + FLOOR).log()
-            inputs.append(x - x.mean(dim=0))
-            targets.append(y - y.mean(dim=0))
+        x, y = states[1][SINK_TOKENS:], (scores[1][:, SINK_TOKENS:].T + FLOOR).log()
+        inputs.append(x - x.mean(dim=0))
+        targets.append(y - y.mean(dim=0))
     x, y = torch.cat(inputs), torch.cat(targets)
     size = x.shape[1]
     damping = (RIDGE * x.square().sum() / size).sqrt() * torch.eye(size, dtype=x.dtype)
@@ -69,7 +66,7 @@ def test_the_fit_is_the_ridge_regression_of_all_documents_together() -> None:
         torch.cat([x, damping]), torch.cat([y, torch.zeros(size, y.shape[1], dtype=y.dtype)])
     ).solution
     assert_near(fitted[1], wanted.T.float(), 1e-4)
-    with pytest.raises(InputError, match="documents of 12 tokens or more"):
+    with pytest.raises(InputError, match="documents of 6 tokens or more"):
         fit_scores(model, renderer, ids[3:])
 
 
@@ -79,13 +76,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_fits_once_keeps_the_map_and_exports_it(tmp_path: Path, model_dir: Path) -> None:
-    settings = {"selection": "scored", "residual": "embed_last", "rank": 4, "weight_decay": 0.5}
+    settings = {"selection": "topk", "residual": "embed_last", "rank": 4, "weight_decay": 0.5}
     whole = train_config(tmp_path, model_dir, run="whole", **settings)
     train(whole)
     fitted = load_file(Path(RunFolder(whole).location) / FITTED)["weights"]
     assert float(fitted.abs().min(dim=-1).values.max()) > 0
     sidecar = Sidecar.load(Path(RunFolder(whole).location) / "sidecar")
-    assert sidecar.config.selection == "scored"
+    assert sidecar.config.selection == "topk"
     for layer, wanted in zip(sidecar.layers, fitted, strict=True):
         assert torch.equal(layer["scores"].weight, wanted.to(torch.bfloat16))
 
@@ -105,7 +102,7 @@ def test_a_run_fits_once_keeps_the_map_and_exports_it(tmp_path: Path, model_dir:
     assert losses(cut) == losses(whole)
 
     other = {**settings, "selection": "none", "init_sidecar": str(file.parent / "sidecar")}
-    with pytest.raises(SidecarError, match="has selection scored, the run none; give the same"):
+    with pytest.raises(SidecarError, match="has selection topk, the run none; give the same"):
         train(train_config(tmp_path, model_dir, run="other", **other))
     again = train_config(
         tmp_path, model_dir, run="again", **{**settings, "init_sidecar": str(file.parent / "sidecar")}
@@ -117,7 +114,7 @@ def test_a_run_fits_once_keeps_the_map_and_exports_it(tmp_path: Path, model_dir:
 @pytest.mark.ray
 @pytest.mark.parametrize("shard_base", [False, True])
 def test_workers_share_one_map(ray_cluster: None, tmp_path: Path, model_dir: Path, shard_base: bool) -> None:
-    alone = train_config(tmp_path, model_dir, run="alone", selection="scored", rank=4)
+    alone = train_config(tmp_path, model_dir, run="alone", selection="topk", rank=4)
     shared = alone.model_copy(update={"run": "shared", "num_workers": 2, "shard_base": shard_base})
     train(alone)
     train(shared)

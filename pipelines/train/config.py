@@ -118,9 +118,9 @@ class TrainConfig(Config):
     residual: Literal["none", "embed_mean", "embed_last"] = "none"
     """Addition to the slots' first input: nothing (the paper), the mean normed embedding of the block (layer 0's
     projections), or the embedding of the block's last token."""
-    selection: Literal["none", "scored"] = "none"
-    """What keys and values of slots start from: their own projections (the paper), or for each head one token of the
-    block, chosen by a map that is fitted to what the base looks back at while it repeats documents."""
+    selection: Literal["none", "topk"] = "none"
+    """What keys and values of slots start from: their own projections (the paper), or for each head tokens of the
+    document, one a slot, chosen by a map that is fitted to what the base looks back at while it repeats documents."""
     selection_documents: int = Field(default=64, ge=1)
     """Documents of the data that this map is fitted to, before the first step."""
     rank: int | None = Field(default=None, ge=1)

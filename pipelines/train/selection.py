@@ -1,4 +1,4 @@
-"""The start of ``selection: scored``: which tokens heads look back at while the model repeats a document.
+"""The start of ``selection: topk``: which tokens heads look back at while the model repeats a document.
 
 A document is read, then said again by the base; how much of a head's attention a token gets at most is what the token
 is worth to the head (KVzip, arXiv 2505.23416). A linear map from the token's normed state to the logarithm of that is
@@ -28,8 +28,6 @@ from pipelines.train.world import World
 FITTED = "selection.safetensors"
 """The fitted maps of a run, beside its checkpoints."""
 PROMPT = "Repeat the text above exactly."
-WINDOW_TOKENS = 8
-"""Tokens that are compared with each other: scores matter only within a block."""
 SINK_TOKENS = 4
 """At the start of a document; their states are of another size and would decide the fit."""
 RIDGE = 1e-2
@@ -85,14 +83,14 @@ def fitting_documents(setup: TrainingSetup) -> list[list[int]]:
 
 @torch.no_grad()
 def fit_scores(model: PreTrainedModel, renderer: ChatRenderer, documents: Iterable[Sequence[int]]) -> Tensor:
-    """(L, K, D) float32 linear maps whose values within a block order tokens as ``repetition_scores`` does.
+    """(L, K, D) float32 linear maps whose values order the tokens of a document as ``repetition_scores`` does.
 
-    Ridge regression on states and logarithms that are centred within ``WINDOW_TOKENS``.
+    Ridge regression on states and logarithms centred in each document, as its tokens are compared with each other.
 
     Args:
         model: the frozen base.
         renderer: of its chat template.
-        documents: token ids; those without a whole window are passed over.
+        documents: token ids; those of fewer than two after the sink are passed over.
 
     Raises:
         InputError: all are.
@@ -100,19 +98,18 @@ def fit_scores(model: PreTrainedModel, renderer: ChatRenderer, documents: Iterab
     prompt = renderer.question_ids([{"role": "user", "content": PROMPT}])
     normal: list[Tensor] = []
     for ids in documents:
-        whole = (len(ids) - SINK_TOKENS) // WINDOW_TOKENS * WINDOW_TOKENS
-        if whole <= 0:
+        if len(ids) < SINK_TOKENS + 2:
             continue
         states, wanted = repetition_scores(model, prompt, ids)
         for layer, (x_ND, y_KN) in enumerate(zip(states, wanted, strict=True)):
-            x, y = (_centred(z[SINK_TOKENS : SINK_TOKENS + whole]) for z in (x_ND, (y_KN + FLOOR).log().T))
+            x, y = (_centred(z[SINK_TOKENS:]) for z in (x_ND, (y_KN + FLOOR).log().T))
             products = torch.cat([x.T @ x, x.T @ y], dim=1)
             if layer == len(normal):
                 normal.append(torch.zeros_like(products))
             normal[layer] += products
     if not normal:
         raise InputError(
-            f"expected documents of {SINK_TOKENS + WINDOW_TOKENS} tokens or more to fit the selection to, got none"
+            f"expected documents of {SINK_TOKENS + 2} tokens or more to fit the selection to, got none"
         )
     return torch.stack([_solved(products) for products in normal])
 
@@ -167,9 +164,7 @@ def _most_attention(q_QTH: Tensor, k_KSH: Tensor, mask_TS: Tensor, past: int) ->
 
 
 def _centred(x: Tensor) -> Tensor:
-    windows = x.unflatten(0, (-1, WINDOW_TOKENS))
-    centred: Tensor = windows - windows.mean(dim=1, keepdim=True)
-    return centred.flatten(0, 1)
+    return x - x.mean(dim=0, keepdim=True)
 
 
 def _solved(products: Tensor) -> Tensor:
