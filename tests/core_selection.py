@@ -36,11 +36,12 @@ def test_the_tokens_of_the_highest_scores_are_kept_by_place_the_earlier_of_equal
     assert int(chosen.max()) < 7, "what padded slots are given can be gathered"
 
 
-def test_batches_and_other_documents_change_no_choice() -> None:
+def test_padding_takes_part_in_no_choice() -> None:
     model = tiny_model()
     tool = Extractor(model, random_sidecar(model, SidecarConfig(ratios=(3,), rank=3, selection="topk")))
     ids = documents([7, 31, 4, 18])
-    for together, one in zip(tool.extract(ids, 3), ids, strict=True):
+    (padded,) = tool.states(ids, (3,))
+    for together, one in zip(padded.documents(), ids, strict=True):
         assert_near(together.keys, tool.extract([one], 3)[0].keys)
 
 
