@@ -23,7 +23,7 @@ from c2kv_core.errors import ContextLengthError, InputError
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.slot_attention import slot_attention
 from c2kv_core.slot_residual import SlotResidual
-from c2kv_core.slot_selection import selected_kv, selected_tokens
+from c2kv_core.slot_selection import ranked_tokens, selected_kv, selected_tokens
 from c2kv_core.slots import slot_count, slot_positions
 
 
@@ -147,30 +147,28 @@ class Extractor:
             for ratio in ratios
         ]
         layers = hf_adapter.decoder_layers(self.model)
-        padding_BN = (
-            torch.arange(ids_BN.shape[1], device=device) >= torch.tensor(lengths, device=device)[:, None]
-        )
+        lengths_B = torch.tensor(lengths, device=device)
         selects = self.sidecar.config.selection == "topk"
         for index, tokens in enumerate(_token_states(self.model, ids_BN, last=selects)):
             # Of the tokens alone, so the same for every ratio.
-            scores = self._scores(index, layers[index], tokens.hidden, padding_BN) if selects else None
+            ranked = self._ranked(index, layers[index], tokens.hidden, lengths_B) if selects else None
             for stream in streams:
                 if index + 1 < len(layers):
-                    stream.step(index, layers[index], tokens.keys, tokens.values, scores)
+                    stream.step(index, layers[index], tokens.keys, tokens.values, ranked)
                 else:
-                    stream.finish(layers[index], tokens.keys, tokens.values, scores)
+                    stream.finish(layers[index], tokens.keys, tokens.values, ranked)
         if not selects:
             for stream in streams:
                 stream.finish(layers[-1])
         return [stream.states() for stream in streams]
 
     @torch.no_grad()
-    def _scores(
-        self, index: int, layer: hf_adapter.StockLayer, hidden_BND: Tensor, padding_BN: Tensor
+    def _ranked(
+        self, index: int, layer: hf_adapter.StockLayer, hidden_BND: Tensor, lengths_B: Tensor
     ) -> Tensor:
-        """(B, N, K) how much each kv head of a layer wants of the tokens; -inf of padding."""
+        """(B, K, N) the tokens in the order in which each kv head of a layer wants them."""
         scores_BNK = self.sidecar.scores(index, hf_adapter.inside(layer, layer.input_layernorm, hidden_BND))
-        return scores_BNK.masked_fill(padding_BN[..., None], float("-inf"))
+        return ranked_tokens(scores_BNK, lengths_B)
 
     def _check_documents(self, documents: Sequence[Sequence[int]]) -> None:
         limit = hf_adapter.max_positions(self.model)
@@ -261,7 +259,7 @@ class _SlotStream:
         self.values: list[Tensor] = []
 
     def step(self, index: int, layer: hf_adapter.StockLayer, *tokens: Tensor | None) -> None:
-        """Run one layer; its stored keys and values are kept. ``tokens``: their keys, values and scores (or None)."""
+        """Run one layer; its stored keys and values are kept. ``tokens``: their keys, values and ranking (or None)."""
         body = partial(self._layer, index, layer)
         if self.recompute:
             made = checkpoint(body, self.hidden, *tokens, use_reentrant=False)
@@ -302,14 +300,14 @@ class _SlotStream:
         normed: Tensor,
         token_k: Tensor | None = None,
         token_v: Tensor | None = None,
-        scores: Tensor | None = None,
+        ranked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Keys before RoPE and values of the slots, (B, K, M, H); without scores, of their own projections alone."""
-        if scores is None or token_k is None or token_v is None:
+        """Keys before RoPE and values of the slots, (B, K, M, H); without a ranking, of their own projections alone."""
+        if ranked is None or token_k is None or token_v is None:
             return self._project(index, layer, "k", normed), self._project(index, layer, "v", normed)
         attention = layer.self_attn
         with torch.no_grad():
-            chosen = selected_tokens(scores, self.slots_B, slots=normed.shape[1])
+            chosen = selected_tokens(ranked, self.slots_B, slots=normed.shape[1])
             kept = selected_kv(token_k, token_v, chosen, self.angles)
         added = (
             hf_adapter.added_heads(
@@ -333,11 +331,11 @@ class _SlotStream:
         hidden: Tensor,
         token_k: Tensor,
         token_v: Tensor,
-        scores: Tensor | None,
+        ranked: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         normed = self._normed(index, layer, hidden)
         q = self._project(index, layer, "q", normed)
-        k, v = self._key_values(index, layer, normed, token_k, token_v, scores)
+        k, v = self._key_values(index, layer, normed, token_k, token_v, ranked)
         attended = slot_attention(
             hf_adapter.rotate(q, self.angles),
             hf_adapter.rotate(k, self.angles),

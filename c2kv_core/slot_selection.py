@@ -15,21 +15,28 @@ from torch import Tensor
 from c2kv_core import hf_adapter
 
 
-def selected_tokens(scores_BNK: Tensor, slots_B: Tensor, *, slots: int) -> Tensor:
-    """(B, K, M) the tokens with the highest scores, as many as the document has slots, by place; the earlier of equals.
+def ranked_tokens(scores_BNK: Tensor, lengths_B: Tensor) -> Tensor:
+    """(B, K, N) places of the tokens, highest score first, of equals the earlier; padding last."""
+    padding_BN = torch.arange(scores_BNK.shape[1], device=lengths_B.device) >= lengths_B[:, None]
+    masked = scores_BNK.masked_fill(padding_BN[..., None], float("-inf"))
+    return masked.transpose(1, 2).sort(dim=-1, descending=True, stable=True).indices
+
+
+def selected_tokens(ranked_BKN: Tensor, slots_B: Tensor, *, slots: int) -> Tensor:
+    """(B, K, M) the best tokens, as many as the document has slots, by place.
 
     What padded slots are given is a token of the batch, of no meaning.
 
     Args:
-        scores_BNK: -inf for padded tokens.
+        ranked_BKN: of ``ranked_tokens``.
         slots_B: of each document, at most its tokens.
         slots: M, the most of ``slots_B``.
     """
-    tokens = scores_BNK.shape[1]
-    best_BKM = scores_BNK.transpose(1, 2).sort(dim=-1, descending=True, stable=True).indices[..., :slots]
+    tokens = ranked_BKN.shape[2]
     own_BM = torch.arange(slots, device=slots_B.device) < slots_B[:, None]
     # Padded slots sort behind the others.
-    return best_BKM.masked_fill(~own_BM[:, None], tokens).sort(dim=-1).values.clamp(max=tokens - 1)
+    best_BKM = ranked_BKN[..., :slots].masked_fill(~own_BM[:, None], tokens)
+    return best_BKM.sort(dim=-1).values.clamp(max=tokens - 1)
 
 
 def selected_kv(

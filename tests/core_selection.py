@@ -12,7 +12,7 @@ from c2kv_core.errors import SidecarError
 from c2kv_core.extractor import Extractor
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SidecarConfig
-from c2kv_core.slot_selection import selected_tokens
+from c2kv_core.slot_selection import ranked_tokens, selected_tokens
 from pipelines.eval.methods.reuse import token_documents
 from tests.core_identity import IDENTITY
 from tests.oracle import assert_near
@@ -28,9 +28,10 @@ def test_unrotate_undoes_rotate(rope: str) -> None:
 
 
 def test_the_tokens_of_the_highest_scores_are_kept_by_place_the_earlier_of_equals() -> None:
-    inf = float("inf")
-    scores = torch.tensor([[3.0, 1, 2, 0, 5, 5, 9], [1, 1, 1, 1, -inf, -inf, -inf]])[..., None]
-    chosen = selected_tokens(scores, torch.tensor([3, 2]), slots=3)
+    # What stands behind the second document's four tokens is padding, however high it scores.
+    scores = torch.tensor([[3.0, 1, 2, 0, 5, 5, 9], [1, 1, 1, 1, 7, 0, 0]])[..., None]
+    ranked = ranked_tokens(scores, torch.tensor([7, 4]))
+    chosen = selected_tokens(ranked, torch.tensor([3, 2]), slots=3)
     assert chosen[0, 0].tolist() == [4, 5, 6]
     assert chosen[1, 0, :2].tolist() == [0, 1]
     assert int(chosen.max()) < 7, "what padded slots are given can be gathered"
@@ -56,7 +57,7 @@ def test_at_ratio_one_untrained_slots_are_the_tokens(architecture: str, rope: st
     for got, wanted in zip(slots, tokens, strict=True):
         assert_near(got.keys, wanted.keys)
         assert_near(got.values, wanted.values)
-    # Nothing is selecting yet, so at a higher ratio the first tokens are kept.
+    # Nothing is scored yet, so at a higher ratio the first tokens are kept.
     for got, wanted in zip(tool.extract(ids, 4), tokens, strict=True):
         assert_near(got.values, wanted.values[:, :, : got.num_slots])
     question = token_ids(5, seed=9)

@@ -66,6 +66,11 @@ def extract(
     keys, values, rotated, states = [], [], [], [torch.stack(hidden[:tokens])]
     for index, layer in enumerate(model.model.layers):
         q, k, v = [], [], []
+        best: list[list[int]] = []
+        if sidecar.config.selection == "topk":
+            normed_tokens = [layer.input_layernorm(x) for x in hidden[:tokens]]
+            weights = sidecar.layers[index]["scores"].weight
+            best = [_best_tokens(score, normed_tokens, slots) for score in weights]
         for place, x in enumerate(hidden):
             side = sidecar.layers[index] if place >= tokens else None
             normed = layer.input_layernorm(x)
@@ -74,13 +79,12 @@ def extract(
                 normed = normed + sum(block) / len(block)
             for name, made in (("q", q), ("k", k), ("v", v)):
                 made.append(_project(layer, name, normed, side))
-            if side is not None and sidecar.config.selection == "topk":
-                normed_tokens = [layer.input_layernorm(x) for x in hidden[:tokens]]
+            if best and place >= tokens:
                 for name, made in (("k", k), ("v", v)):
                     changed = made[-1] - _project(layer, name, normed, None)
                     kept = []
-                    for head, score in enumerate(side["scores"].weight):
-                        token = _best_tokens(score, normed_tokens, slots)[place - tokens]
+                    for head, ranked in enumerate(best):
+                        token = ranked[place - tokens]
                         x = made[token][head]
                         kept.append(_moved(model, x, token - positions[place]) if name == "k" else x)
                     made[-1] = changed + torch.stack(kept)
