@@ -16,6 +16,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 ACCESS_KEY, SECRET_KEY = "c2kv-access", "c2kv-secret"
 BUCKET = "c2kv-tests"
+PROBE = "probe-of-the-server"
 START_TIMEOUT_S = 30.0
 
 
@@ -114,7 +115,10 @@ class S3Server:
         os.killpg(self._process.pid, number)
 
     def _wait(self) -> None:
-        """Until the bucket is there, which is some time after the server says that it is healthy."""
+        """Until it keeps an object and gives it back.
+
+        It says that it is healthy before its bucket is there, and shows the bucket before what was written earlier can be read.
+        """
         client = botocore.session.get_session().create_client(
             "s3",
             region_name="us-east-1",
@@ -127,7 +131,9 @@ class S3Server:
         while time.monotonic() < deadline:
             assert self._process is not None and self._process.poll() is None, self.log()
             try:
-                client.head_bucket(Bucket=BUCKET)
+                client.put_object(Bucket=BUCKET, Key=PROBE, Body=b"ready")
+                client.get_object(Bucket=BUCKET, Key=PROBE)["Body"].read()
+                client.delete_object(Bucket=BUCKET, Key=PROBE)
             except (BotoCoreError, ClientError):
                 time.sleep(0.1)
             else:
