@@ -85,7 +85,11 @@ def token_states(
 
 
 def compose(
-    model: PreTrainedModel, prefix: ComposedContext | None, documents: Sequence[CompressedDocument]
+    model: PreTrainedModel,
+    prefix: ComposedContext | None,
+    documents: Sequence[CompressedDocument],
+    *,
+    gaps: Sequence[int] = (),
 ) -> ComposedContext:
     """Place documents after a prefix, in the order given, without recompute.
 
@@ -96,6 +100,7 @@ def compose(
         model: the frozen base the documents were extracted with.
         prefix: an earlier context, or None.
         documents: any order, repeats allowed; none gives the prefix back.
+        gaps: positions left free before each document; without them documents follow each other.
 
     Raises:
         InputError: neither prefix nor documents, or a document of another geometry.
@@ -105,7 +110,7 @@ def compose(
         if prefix is None:
             raise InputError("expected a prefix or at least one document to compose, got neither")
         return prefix
-    layers, cursor = rotated_layers(model, documents, prefix.next_position if prefix else 0)
+    layers, cursor = rotated_layers(model, documents, prefix.next_position if prefix else 0, gaps=gaps)
     keys, values = zip(*layers, strict=True)
     if prefix is not None:
         keys = tuple(torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.keys, keys, strict=True))
@@ -116,7 +121,7 @@ def compose(
 
 
 def rotated_layers(
-    model: PreTrainedModel, documents: Sequence[CompressedDocument], cursor: int
+    model: PreTrainedModel, documents: Sequence[CompressedDocument], cursor: int, *, gaps: Sequence[int] = ()
 ) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
     """Each layer's keys (1, K, S, H), rotated to their places from ``cursor`` on, and values; the cursor after them.
 
@@ -127,7 +132,7 @@ def rotated_layers(
         ContextLengthError: more positions than the model has.
     """
     check_geometry(model, documents)
-    positions, end = _place(documents, cursor)
+    positions, end = _place(documents, cursor, gaps or [0] * len(documents))
     check_positions(model, end)
     angles = hf_adapter.rotation(model, positions[None].to(model.device))
     moved = [(d.keys.to(model.device), d.values.to(model.device)) for d in documents]
@@ -143,12 +148,12 @@ def _rotated(
         yield hf_adapter.rotate(keys_1KSH, angles), values_1KSH
 
 
-def _place(documents: Sequence[CompressedDocument], cursor: int) -> tuple[Tensor, int]:
+def _place(documents: Sequence[CompressedDocument], cursor: int, gaps: Sequence[int]) -> tuple[Tensor, int]:
     """Final positions of all slots (S,), and the position after the last document."""
     places = []
-    for document in documents:
-        places.append(document.slot_positions + cursor)
-        cursor += document.num_tokens
+    for document, gap in zip(documents, gaps, strict=True):
+        places.append(document.slot_positions + cursor + gap)
+        cursor += gap + document.num_tokens
     return torch.cat(places), cursor
 
 

@@ -198,6 +198,19 @@ def test_a_repeated_document_stands_twice() -> None:
     assert_near(question_logits(model, context, QUESTION), oracle_logits(model, entries, QUESTION, cursor))
 
 
+def test_gaps_leave_positions_free() -> None:
+    model = tiny_model()
+    prefix, (first, second) = prefill(model, token_ids(4)), extract(model, [9, 6])
+    got = compose(model, prefix, [first, second], gaps=[7, 30])
+    step = compose(model, replace(prefix, next_position=prefix.next_position + 7), [first])
+    wanted = compose(model, replace(step, next_position=step.next_position + 30), [second])
+    assert got.next_position == wanted.next_position == 4 + 7 + 9 + 30 + 6
+    for one, other in zip(got.cache.keys, wanted.cache.keys, strict=True):
+        assert_near(one, other)
+    with pytest.raises(ContextLengthError):
+        compose(model, prefix, [first, second], gaps=[0, MAX_POSITIONS])
+
+
 def test_no_documents_give_the_prefix_back() -> None:
     model = tiny_model()
     prefix = prefill(model, token_ids(4))

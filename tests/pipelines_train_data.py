@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,28 @@ def test_supporting_documents_are_there_among_distractors_of_the_file(tmp_path: 
         sizes[len(ids)] += 1
     assert set(sizes) == {2, 3, 4}
     assert set(places) == {0, 1, 2, 3}, "the order is shuffled"
+
+
+def test_gaps_change_nothing_else_and_are_mostly_small(tmp_path: Path) -> None:
+    (file,) = read_files(
+        train_config(tmp_path, Path("unused")), (DataFile(path=str(tree_file(tmp_path / "t.jsonl"))),)
+    )
+    totals, far = [], 0
+    for seed in range(300):
+        drawn = [
+            DocumentSampler([file], passages=1, gap_tokens=most).sample(
+                0, file.rows[seed % 8], (2, 4), counts=(1, 4), random=np.random.default_rng(seed)
+            )
+            for most in (0, 1000)
+        ]
+        assert drawn[0].gaps == () and replace(drawn[1], gaps=()) == drawn[0]
+        gaps = drawn[1].gaps
+        assert len(gaps) == len(drawn[1].documents) + 1 and min(gaps) >= 0
+        totals.append(sum(gaps))
+        far += gaps[-1] > 300
+    assert max(totals) <= 1000 and max(totals) > 900
+    assert 200 < float(np.median(totals)) < 300, "a quarter of the most, as the square of a uniform number"
+    assert far > 10, "questions too stand apart"
 
 
 def prepared(tmp_path: Path, row: dict[str, Any], *, max_row_tokens: int = 4096) -> Prepared:

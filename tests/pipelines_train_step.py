@@ -1,5 +1,6 @@
 """A training step against the plain way of computing it: one row at a time, the stock model, one big batch."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from c2kv_core import ComposedContext, compose, hf_adapter
 from c2kv_core.cache import AppendCache
 from c2kv_core.compose import token_states
+from c2kv_core.errors import ConfigError, CorpusError
 from pipelines.train.config import TrainConfig
 from pipelines.train.optimizer import learning_rate
 from pipelines.train.prepare import Asked, Prepared
@@ -32,13 +34,20 @@ def rows_of(setup: TrainingSetup, step: int = 1) -> list[Prepared]:
 
 
 def slot_context(setup: TrainingSetup, row: Prepared, view: int) -> ComposedContext:
-    """Each part extracted alone."""
-    slots = []
-    for parts, ratio in zip(row.parts, row.sample.ratios[view], strict=True):
+    """Each part extracted alone, documents placed one by one."""
+    context = setup.prefix
+    assert context is not None
+    *gaps, last = row.sample.gaps or [0] * (len(row.parts) + 1)
+    for parts, ratio, gap in zip(row.parts, row.sample.ratios[view], gaps, strict=True):
+        context = moved(context, gap)
         for part in parts:
             (states,) = setup.objective.extractor.states([part], (ratio,))
-            slots += states.documents()
-    return compose(setup.model, setup.prefix, slots)
+            context = compose(setup.model, context, states.documents())
+    return moved(context, last)
+
+
+def moved(context: ComposedContext, gap: int) -> ComposedContext:
+    return replace(context, next_position=context.next_position + gap)
 
 
 def plain_logits(setup: TrainingSetup, context: ComposedContext, asked: Asked) -> Tensor:
@@ -92,9 +101,11 @@ def plain_ask_loss(
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize("positions", ["answer", "question_and_answer"])
+@pytest.mark.parametrize(
+    ("positions", "gap_tokens"), [("answer", 0), ("question_and_answer", 0), ("answer", 400)]
+)
 def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
-    tmp_path: Path, model_dir: Path, positions: str, recompute: bool
+    tmp_path: Path, model_dir: Path, positions: str, gap_tokens: int, recompute: bool
 ) -> None:
     config = train_config(
         tmp_path,
@@ -105,9 +116,13 @@ def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
         reconstruction={"weight": 0.4, "passages": 2, "cue_words": 3, "max_tokens": 4},
         distillation={"weight": 0.7, "temperature": 2.0, "positions": positions},
         gradient_checkpointing=recompute,
+        gap_tokens=gap_tokens,
+        max_part_tokens=24,
     )
     setup = set_up(config)
     rows = rows_of(setup)
+    assert max(len(document) for row in rows for document in row.parts) > 1, "documents of several parts"
+    assert all((sum(row.sample.gaps) > 0) == (gap_tokens > 0) for row in rows)
     assert {len(row.sample.others) for row in rows} >= {1, 2}, "rows of different numbers of questions"
     expected = plain_loss(setup, rows, config)
     expected.backward()
@@ -200,3 +215,11 @@ def test_learning_rate_follows_the_recipe(tmp_path: Path, model_dir: Path) -> No
     assert all(a >= b for a, b in pairwise(rates[5:]))
     held = config.model_copy(update={"schedule": "constant"})
     assert learning_rate(held, 100) == 1.0
+
+
+def test_gaps_take_positions_from_rows(tmp_path: Path, model_dir: Path) -> None:
+    most = hf_adapter.max_positions(set_up(train_config(tmp_path, model_dir)).model)
+    with pytest.raises(ConfigError, match=f"gap_tokens below the model's {most} positions"):
+        set_up(train_config(tmp_path, model_dir, gap_tokens=most))
+    with pytest.raises(CorpusError, match="too long"):
+        rows_of(set_up(train_config(tmp_path, model_dir, gap_tokens=most - 20)))

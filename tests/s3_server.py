@@ -117,7 +117,7 @@ class S3Server:
     def _wait(self) -> None:
         """Until it keeps an object and gives it back.
 
-        It says that it is healthy before its bucket is there, and shows the bucket before what was written earlier can be read.
+        It says that it is healthy before its bucket is there, and shows the bucket before old objects can be read.
         """
         client = botocore.session.get_session().create_client(
             "s3",

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,7 +76,10 @@ class Objective:
         return found
 
     def _ask(self, row: Prepared, view: View) -> Ask:
-        return Ask(context=compose(self._model, self._prefix, view), asked=row.asked)
+        context = compose(self._model, self._prefix, view, gaps=_part_gaps(row))
+        if row.sample.gaps:
+            context = replace(context, next_position=context.next_position + row.sample.gaps[-1])
+        return Ask(context=context, asked=row.asked)
 
     def _wanted(self, asked: Sequence[Ask]) -> Predictions:
         distillation = self._config.distillation
@@ -133,6 +136,16 @@ class Objective:
         answer_A = answer_losses(logits, wanted, sum(len(row.asked) for row in rows))
         sums["full_compute"] += float(sum(row_means(answer_A, rows)))
         return logits
+
+
+def _part_gaps(row: Prepared) -> list[int]:
+    """Positions left free before each part: those of a document follow each other."""
+    before = row.sample.gaps[:-1] or (0,) * len(row.parts)
+    return [
+        gap if part == 0 else 0
+        for gap, parts in zip(before, row.parts, strict=True)
+        for part in range(len(parts))
+    ]
 
 
 def ask_logits(

@@ -26,6 +26,8 @@ class Sample:
     """Documents that reconstruction asks for, and ..."""
     places: tuple[float, ...] = ()
     """... where in each, from 0 to 1."""
+    gaps: tuple[int, ...] = ()
+    """Positions left free before each document, and before the questions; empty where none are."""
 
     @property
     def characters(self) -> int:
@@ -36,13 +38,16 @@ class Sample:
 class DocumentSampler:
     """Draws documents for rows: their supporting ones, their own others, then others of the same file."""
 
-    def __init__(self, files: Sequence[RowFile], *, questions: int = 1, passages: int = 0) -> None:
+    def __init__(
+        self, files: Sequence[RowFile], *, questions: int = 1, passages: int = 0, gap_tokens: int = 0
+    ) -> None:
         """Args:
         files: rows to draw strangers and further questions from.
         questions: most questions of a row.
         passages: passages of a row that reconstruction asks for.
+        gap_tokens: most positions that a row leaves free.
         """
-        self._files = files
+        self._files, self._gap_tokens = files, gap_tokens
         self._questions, self._passages = questions, passages
 
     def sample(
@@ -74,7 +79,16 @@ class DocumentSampler:
             others=self._further(file, row, documents, random),
             passages=tuple(documents[i] for i in retold),
             places=tuple(random.random(self._passages).tolist()),
+            gaps=self._gaps(len(documents) + 1, random),
         )
+
+    def _gaps(self, count: int, random: np.random.Generator) -> tuple[int, ...]:
+        """Small totals are the likelier ones: near documents are to be found as well as far ones."""
+        if not self._gap_tokens:
+            return ()
+        total = int(self._gap_tokens * random.random() ** 2)
+        cuts = np.sort(random.integers(total + 1, size=count - 1))
+        return tuple(np.diff(cuts, prepend=0, append=total).tolist())
 
     def _further(
         self, file: int, row: TrainRow, documents: Sequence[Passage], random: np.random.Generator

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from c2kv_core import ComposedContext, Extractor, Sidecar, hf_adapter, load_base, prefill
 from c2kv_core.base_digest import base_digest
 from c2kv_core.digest import update_digest
-from c2kv_core.errors import SidecarError
+from c2kv_core.errors import ConfigError, SidecarError
 from c2kv_core.models import model_directory
 from c2kv_core.remote_sidecar import sidecar_directory
 from c2kv_core.text import ChatRenderer
@@ -83,7 +83,7 @@ def set_up(
         renderer,
         max_part_tokens=config.max_part_tokens,
         # The prefix takes positions too.
-        max_row_tokens=min(config.max_row_tokens, hf_adapter.max_positions(model)) - len(prefix_ids),
+        max_row_tokens=_row_limit(config, model) - len(prefix_ids),
         reconstruction=config.reconstruction,
     )
     files, dev_files = open_rows(config)
@@ -105,6 +105,20 @@ def set_up(
         prefix=prefix,
         untrained_digest=digest,
     )
+
+
+def _row_limit(config: TrainConfig, model: PreTrainedModel) -> int:
+    """Most tokens of a row with its prefix: what is configured, or what the model's positions leave beside the gaps.
+
+    Raises:
+        ConfigError: the gaps leave none.
+    """
+    positions = hf_adapter.max_positions(model)
+    if config.gap_tokens >= positions:
+        raise ConfigError(
+            f"expected gap_tokens below the model's {positions} positions, got {config.gap_tokens}; give fewer"
+        )
+    return min(config.max_row_tokens, positions - config.gap_tokens)
 
 
 def _digest(model: PreTrainedModel) -> str:

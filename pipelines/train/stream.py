@@ -39,6 +39,7 @@ class RowStream:
             files,
             questions=config.questions_per_row,
             passages=config.reconstruction.passages if config.reconstruction.weight else 0,
+            gap_tokens=config.gap_tokens,
         )
 
     def step(self, step: int, *, rank: int = 0, world: int = 1) -> StepRows:
