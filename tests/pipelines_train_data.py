@@ -283,6 +283,29 @@ def test_supporting_documents_are_there_among_distractors_of_the_file(tmp_path: 
     assert set(places) == {0, 1, 2, 3}, "the order is shuffled"
 
 
+def test_packed_documents_hold_the_same_texts_in_order(tmp_path: Path) -> None:
+    (file,) = read_files(
+        train_config(tmp_path, Path("unused")), (DataFile(path=str(tree_file(tmp_path / "t.jsonl"))),)
+    )
+    sizes = Counter[int]()
+    for seed in range(200):
+        apart, packed = (
+            DocumentSampler([file], questions=2, passages=2, pack_words=most).sample(
+                0, file.rows[seed % 8], (2, 4), counts=(3, 3), random=np.random.default_rng(seed)
+            )
+            for most in (0, 60)
+        )
+        sizes[len(packed.documents)] += 1
+        assert "+".join(d.doc_id for d in packed.documents) == "+".join(d.doc_id for d in apart.documents)
+        assert packed.documents[0].title == apart.documents[0].title
+        whole = "\n".join(d.text for d in packed.documents)
+        assert all(d.text in whole for d in apart.documents)
+        assert len(packed.ratios[0]) == len(packed.documents)
+        assert all(p.text in whole and "+" not in p.doc_id for p in packed.passages)
+    # Each document has 14 words: two of them fit a limit of 28 or more of 60, three one of 42.
+    assert sizes[3] > sizes[1] > sizes[2] > 30, sizes
+
+
 def test_gaps_change_nothing_else_and_are_mostly_small(tmp_path: Path) -> None:
     (file,) = read_files(
         train_config(tmp_path, Path("unused")), (DataFile(path=str(tree_file(tmp_path / "t.jsonl"))),)

@@ -113,6 +113,9 @@ class TrainConfig(Config):
     """Fewest and most documents of a row: the supporting ones plus distractors, drawn uniformly."""
     max_row_tokens: int = Field(default=8192, ge=64)
     """Source tokens of a row, question and answer included; longer rows are dropped and counted."""
+    pack_words: int = Field(default=0, ge=0)
+    """Neighbouring documents of a row are joined into one of up to a number of words that is drawn from 0 to this, so
+    that long documents are learned from short passages; 0 keeps them apart."""
     gap_tokens: int = Field(default=0, ge=0)
     """Most positions that a row leaves free, spread over the places before its documents and before its questions, so
     that slots are found from as far away as in long contexts (positions skipped as in arXiv 2309.10400); 0 is the

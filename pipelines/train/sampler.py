@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from c2kv_core.text import document_content
 from pipelines.train.ingest import RowFile
 from pipelines.train.row import Passage, TrainRow
 
@@ -17,13 +18,13 @@ class Sample:
     dataset: str
     """Name of the row's file."""
     documents: tuple[Passage, ...]
-    """Supporting ones and distractors, shuffled."""
+    """Supporting ones and distractors, shuffled; several may be packed into one."""
     ratios: tuple[tuple[int, ...], ...]
     """Source tokens per slot of each document, one tuple a view."""
     others: tuple[TrainRow, ...] = ()
     """Rows whose questions these documents answer too."""
     passages: tuple[Passage, ...] = ()
-    """Documents that reconstruction asks for, and ..."""
+    """Documents, as they were before packing, that reconstruction asks for, and ..."""
     places: tuple[float, ...] = ()
     """... where in each, from 0 to 1."""
     gaps: tuple[int, ...] = ()
@@ -39,15 +40,22 @@ class DocumentSampler:
     """Draws documents for rows: their supporting ones, their own others, then others of the same file."""
 
     def __init__(
-        self, files: Sequence[RowFile], *, questions: int = 1, passages: int = 0, gap_tokens: int = 0
+        self,
+        files: Sequence[RowFile],
+        *,
+        questions: int = 1,
+        passages: int = 0,
+        pack_words: int = 0,
+        gap_tokens: int = 0,
     ) -> None:
         """Args:
         files: rows to draw strangers and further questions from.
         questions: most questions of a row.
         passages: passages of a row that reconstruction asks for.
+        pack_words: most words of documents that are joined into one.
         gap_tokens: most positions that a row leaves free.
         """
-        self._files, self._gap_tokens = files, gap_tokens
+        self._files, self._pack_words, self._gap_tokens = files, pack_words, gap_tokens
         self._questions, self._passages = questions, passages
 
     def sample(
@@ -67,20 +75,37 @@ class DocumentSampler:
         others = [d for d in row.documents if d.doc_id not in row.supporting]
         chosen = needed[:most] + self._others(others, wanted - len(needed), random)
         chosen += self._strangers(file, chosen, wanted - len(chosen), random)
-        order = random.permutation(len(chosen))
-        documents = tuple(chosen[i] for i in order)
+        single = [chosen[i] for i in random.permutation(len(chosen))]
+        documents = self._packed(single, random)
         drawn = random.integers(len(ratios), size=(views, len(documents)))
-        retold = random.integers(len(documents), size=self._passages)
+        retold = random.integers(len(single), size=self._passages)
         return Sample(
             row=row,
             dataset=self._files[file].name,
             documents=documents,
             ratios=tuple(tuple(ratios[i] for i in view) for view in drawn),
-            others=self._further(file, row, documents, random),
-            passages=tuple(documents[i] for i in retold),
+            others=self._further(file, row, single, random),
+            passages=tuple(single[i] for i in retold),
             places=tuple(random.random(self._passages).tolist()),
             gaps=self._gaps(len(documents) + 1, random),
         )
+
+    def _packed(self, documents: Sequence[Passage], random: np.random.Generator) -> tuple[Passage, ...]:
+        """Neighbours joined while they stay within a number of words that is drawn for the row."""
+        if not self._pack_words:
+            return tuple(documents)
+        most = self._pack_words * random.random()
+        groups: list[list[Passage]] = []
+        room = 0.0
+        for document in documents:
+            words = len(document.text.split())
+            if groups and words <= room:
+                groups[-1].append(document)
+                room -= words
+            else:
+                groups.append([document])
+                room = most - words
+        return tuple(map(_joined, groups))
 
     def _gaps(self, count: int, random: np.random.Generator) -> tuple[int, ...]:
         """Small totals are the likelier ones: near documents are to be found as well as far ones."""
@@ -122,3 +147,11 @@ class DocumentSampler:
                 seen.add(passage.doc_id)
                 found.append(passage)
         return found
+
+
+def _joined(documents: Sequence[Passage]) -> Passage:
+    first, *more = documents
+    if not more:
+        return first
+    text = "\n\n".join([first.text, *(document_content(d.title, d.text) for d in more)])
+    return Passage("+".join(d.doc_id for d in documents), first.title, text)

@@ -39,6 +39,7 @@ class RowStream:
             files,
             questions=config.questions_per_row,
             passages=config.reconstruction.passages if config.reconstruction.weight else 0,
+            pack_words=config.pack_words,
             gap_tokens=config.gap_tokens,
         )
 
