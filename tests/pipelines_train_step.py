@@ -15,13 +15,14 @@ from c2kv_core.cache import AppendCache
 from c2kv_core.compose import token_states
 from c2kv_core.errors import ConfigError, CorpusError
 from pipelines.train.config import TrainConfig
+from pipelines.train.dev import DevSet
 from pipelines.train.optimizer import learning_rate
 from pipelines.train.prepare import Asked, Prepared
 from pipelines.train.setup import TrainingSetup, set_up
 from pipelines.train.trainer import Trainer
 from pipelines.train.world import World
 from tests.oracle import assert_near
-from tests.pipelines_train_kit import tiny_model_dir, train_config
+from tests.pipelines_train_kit import tiny_model_dir, train_config, tree_file
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +224,15 @@ def test_gaps_take_positions_from_rows(tmp_path: Path, model_dir: Path) -> None:
         set_up(train_config(tmp_path, model_dir, gap_tokens=most))
     with pytest.raises(CorpusError, match="too long"):
         rows_of(set_up(train_config(tmp_path, model_dir, gap_tokens=most - 20)))
+
+
+def test_held_out_rows_are_as_far_away_as_those_of_training(tmp_path: Path, model_dir: Path) -> None:
+    dev = [str(tree_file(tmp_path / "dev.jsonl"))]
+    near, far = (
+        DevSet(
+            set_up(train_config(tmp_path, model_dir, run=f"gap-{gap}", dev=dev, gap_tokens=gap)), World()
+        ).evaluate(0)
+        for gap in (0, 400)
+    )
+    assert near.answer["dev"].keys() == far.answer["dev"].keys() == {"2", "4"}
+    assert all(abs(near.answer["dev"][k] - far.answer["dev"][k]) > 1e-4 for k in ("2", "4"))

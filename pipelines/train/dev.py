@@ -63,7 +63,8 @@ class DevSet:
 
     def _prepare(self, index: int) -> list[Prepared]:
         config, files = self._setup.config, self._setup.dev_files
-        sampler = DocumentSampler(files)
+        # As in training: judged on near documents alone, a run that learns to find far ones would export its start.
+        sampler = DocumentSampler(files, pack_words=config.pack_words, gap_tokens=config.gap_tokens)
         rows = files[index].rows
         order = np.random.default_rng([config.seed, 4, index]).permutation(len(rows))
         prepared: list[Prepared] = []
