@@ -15,7 +15,6 @@ from c2kv_core.text import ChatRenderer
 from pipelines.train.adapters import to_row
 from pipelines.train.ahead import RowsAhead
 from pipelines.train.config import DataFile, Reconstruction, TrainConfig
-from pipelines.train.ingest import RowFile
 from pipelines.train.mixture import Mixture
 from pipelines.train.prepare import TOO_LONG, Prepared, Preparer
 from pipelines.train.row import RowError
@@ -23,7 +22,7 @@ from pipelines.train.run import train
 from pipelines.train.sampler import DocumentSampler, Sample
 from pipelines.train.stream import RowStream, StepRows
 from tests.pipelines_sources import write_jsonl
-from tests.pipelines_train_kit import read_files, train_config, tree_file, tree_row
+from tests.pipelines_train_kit import files_of, read_files, train_config, tree_row
 from tests.tiny_models import tiny_tokenizer
 
 HOTPOT: dict[str, Any] = {
@@ -156,13 +155,6 @@ def model_path() -> Path:
 
 
 # ---- drawing
-
-
-def files_of(tmp_path: Path, *sizes: int, weights: tuple[float | None, ...] = ()) -> list[RowFile]:
-    made = [tree_file(tmp_path / f"{place}.jsonl", rows=size) for place, size in enumerate(sizes)]
-    given = weights or (None,) * len(sizes)
-    sources = tuple(DataFile(path=str(f), weight=w) for f, w in zip(made, given, strict=True))
-    return read_files(train_config(tmp_path, Path("unused")), sources)
 
 
 def test_files_are_drawn_by_weight_and_each_row_once_an_epoch(tmp_path: Path) -> None:

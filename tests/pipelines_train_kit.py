@@ -74,6 +74,14 @@ def read_files(config: TrainConfig, files: Sequence[DataFile]) -> list[RowFile]:
     return taken
 
 
+def files_of(tmp_path: Path, *sizes: int, weights: tuple[float | None, ...] = ()) -> list[RowFile]:
+    """Files of so many rows each, taken in."""
+    made = [tree_file(tmp_path / f"{place}.jsonl", rows=size) for place, size in enumerate(sizes)]
+    given = weights or (None,) * len(sizes)
+    sources = tuple(DataFile(path=str(f), weight=w) for f, w in zip(made, given, strict=True))
+    return read_files(train_config(tmp_path, Path("unused")), sources)
+
+
 def losses(config: TrainConfig) -> list[float]:
     """The loss of every step of a run."""
     return [step["loss"] for step in metrics(config)]

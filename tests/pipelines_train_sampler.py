@@ -11,15 +11,13 @@ from pipelines.train.config import DataFile
 from pipelines.train.ingest import RowFile
 from pipelines.train.sampler import DocumentSampler
 from tests.pipelines_sources import write_jsonl
-from tests.pipelines_train_kit import read_files, train_config, tree_file, tree_row
+from tests.pipelines_train_kit import files_of, read_files, train_config, tree_row
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> RowFile:
     """Eight rows."""
-    (made,) = read_files(
-        train_config(tmp_path, Path("unused")), (DataFile(path=str(tree_file(tmp_path / "t.jsonl"))),)
-    )
+    (made,) = files_of(tmp_path, 8)
     return made
 
 

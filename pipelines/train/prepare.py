@@ -58,7 +58,8 @@ class Prepared:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of documents and of the longest question with its answer: the positions that the row takes."""
+        """Tokens of documents and of the longest question with its answer: the positions that the row takes
+        beside its gaps."""
         return self.source_tokens + max(len(a.ids) for a in self.asked)
 
 
