@@ -5,6 +5,7 @@ Shape legend: L layers, K kv heads, S entries, M slots, T new tokens, H head dim
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from c2kv_core import hf_adapter
 from c2kv_core.cache import AppendCache, ContextCache
 from c2kv_core.document import CompressedDocument, Geometry
 from c2kv_core.errors import ContextLengthError, InputError
+from c2kv_core.head_slots import HeadLayout
 
 PREFILL_CHUNK_TOKENS = 512
 """Tokens prefilled at once over an existing context: bounds the mask at 512 x (S + 512)."""
@@ -49,38 +51,35 @@ def prefill(
     start = context.next_position if context else 0
     check_positions(model, start + len(ids))
     with torch.no_grad():
-        _prefill_hidden(model, ids, cache, start=start, past=context.cache.num_entries if context else 0)
+        _prefill_hidden(model, ids, cache, start=start, first=context is None)
     return ComposedContext(cache=cache.frozen(), next_position=start + len(ids))
 
 
 def _prefill_hidden(
-    model: PreTrainedModel, ids: Sequence[int], cache: hf_adapter.LayerCache, *, start: int, past: int
+    model: PreTrainedModel, ids: Sequence[int], cache: hf_adapter.MaskedCache, *, start: int, first: bool
 ) -> Tensor:
-    """Final hidden states (1, T, D) of the last chunk of ``ids``, which follow ``past`` entries."""
+    """Final hidden states (1, T, D) of the last chunk of ``ids``, which are the ``first`` entries or follow others."""
     ids_T = torch.as_tensor(ids, dtype=torch.int64, device=model.device)
-    step = len(ids) if past == 0 else PREFILL_CHUNK_TOKENS
+    step = len(ids) if first else PREFILL_CHUNK_TOKENS
     hidden = torch.empty(0)
     for offset in range(0, len(ids), step):
-        hidden = token_states(
-            model, ids_T[None, offset : offset + step], cache, start=start + offset, past=past + offset
-        )
+        hidden = token_states(model, ids_T[None, offset : offset + step], cache, start=start + offset)
     return hidden
 
 
 def token_states(
-    model: PreTrainedModel, ids_BT: Tensor, cache: hf_adapter.LayerCache, *, start: int, past: int
+    model: PreTrainedModel, ids_BT: Tensor, cache: hf_adapter.MaskedCache, *, start: int
 ) -> Tensor:
-    """Final hidden states (B, T, D) of ordinary tokens at positions ``start``.. after ``past`` cached entries.
+    """Final hidden states (B, T, D) of ordinary tokens at positions ``start``.. after the cached entries.
 
     Every token sees all cached entries and the tokens up to itself; positions are given, never inferred.
     """
     tokens = ids_BT.shape[1]
     positions = torch.arange(start, start + tokens, device=ids_BT.device).expand_as(ids_BT)
-    mask = None
-    if past and tokens > 1:
-        mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=ids_BT.device).tril(past)[
-            None, None
-        ]
+
+    def mask(layer: int) -> Tensor | None:
+        return cache.mask(layer, tokens, device=ids_BT.device)
+
     return hf_adapter.run_model(model, ids_BT, positions=positions, cache=cache, mask=mask)
 
 
@@ -111,19 +110,28 @@ def compose(
             raise InputError("expected a prefix or at least one document to compose, got neither")
         return prefix
     layers, cursor = rotated_layers(model, documents, prefix.next_position if prefix else 0, gaps=gaps)
-    keys, values = zip(*layers, strict=True)
+    keys, values, seen = zip(*layers, strict=True)
+    shared = seen if seen[0] is not None else None
     if prefix is not None:
-        keys = tuple(torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.keys, keys, strict=True))
-        values = tuple(
-            torch.cat([old, new], dim=2) for old, new in zip(prefix.cache.values, values, strict=True)
-        )
-    return ComposedContext(cache=ContextCache(keys=keys, values=values), next_position=cursor)
+        return ComposedContext(cache=prefix.cache.followed_by(keys, values, shared), next_position=cursor)
+    return ComposedContext(cache=ContextCache(keys=keys, values=values, seen=shared), next_position=cursor)
+
+
+class PlacedLayer(NamedTuple):
+    """The entries of documents in one layer."""
+
+    keys: Tensor
+    """(1, K, S, H), rotated to their places."""
+    values: Tensor
+    """(1, K, S, H)."""
+    seen: Tensor | None
+    """(K, S) bool, which entries each head has; None: all."""
 
 
 def rotated_layers(
     model: PreTrainedModel, documents: Sequence[CompressedDocument], cursor: int, *, gaps: Sequence[int] = ()
-) -> tuple[Iterator[tuple[Tensor, Tensor]], int]:
-    """Each layer's keys (1, K, S, H), rotated to their places from ``cursor`` on, and values; the cursor after them.
+) -> tuple[Iterator[PlacedLayer], int]:
+    """Each layer's entries, at their places from ``cursor`` on; the cursor after them.
 
     One layer at a time, so that whoever copies them into a cache of its own needs no second copy of all.
 
@@ -134,27 +142,68 @@ def rotated_layers(
     check_geometry(model, documents)
     positions, end = _place(documents, cursor, gaps or [0] * len(documents))
     check_positions(model, end)
-    angles = hf_adapter.rotation(model, positions[None].to(model.device))
     moved = [(d.keys.to(model.device), d.values.to(model.device)) for d in documents]
-    return _rotated(model, moved, angles), end
+    if any(d.head_slots is not None for d in documents):
+        return _shared_out(model, documents, moved, positions), end
+    return _rotated(model, moved, torch.cat(positions)), end
 
 
 def _rotated(
-    model: PreTrainedModel, documents: Sequence[tuple[Tensor, Tensor]], angles: hf_adapter.Rotation
-) -> Iterator[tuple[Tensor, Tensor]]:
+    model: PreTrainedModel, documents: Sequence[tuple[Tensor, Tensor]], positions: Tensor
+) -> Iterator[PlacedLayer]:
+    angles = hf_adapter.rotation(model, positions[None].to(model.device))
     for layer in range(len(documents[0][0])):
         keys_1KSH = torch.cat([keys[layer].to(model.dtype) for keys, _ in documents], dim=1)[None]
         values_1KSH = torch.cat([values[layer].to(model.dtype) for _, values in documents], dim=1)[None]
-        yield hf_adapter.rotate(keys_1KSH, angles), values_1KSH
+        yield PlacedLayer(hf_adapter.rotate(keys_1KSH, angles), values_1KSH, None)
 
 
-def _place(documents: Sequence[CompressedDocument], cursor: int, gaps: Sequence[int]) -> tuple[Tensor, int]:
-    """Final positions of all slots (S,), and the position after the last document."""
+def _shared_out(
+    model: PreTrainedModel,
+    documents: Sequence[CompressedDocument],
+    moved: Sequence[tuple[Tensor, Tensor]],
+    positions: Sequence[Tensor],
+) -> Iterator[PlacedLayer]:
+    """Entries to the heads that have them (``CompressedDocument.head_slots``)."""
+    layout = HeadLayout([_head_slots(d) for d in documents])
+    slots = [d.num_slots for d in documents]
+    angles = hf_adapter.rotation(model, torch.cat(list(positions))[None].to(model.device))
+    firsts = [sum(slots[:i]) for i in range(len(slots))]
+    flat = [tuple(x.flatten(0, 2) for x in pair) for pair in moved]
+    for layer in range(len(moved[0][0])):
+        spans = [layout.span(i, layer) for i in range(len(documents))]
+        keys_EH, values_EH = (
+            torch.cat([pair[part][span].to(model.dtype) for pair, span in zip(flat, spans, strict=True)])
+            for part in (0, 1)
+        )
+        stands_E = torch.cat(
+            [
+                torch.arange(span.start, span.stop) % count + first
+                for span, count, first in zip(spans, slots, firsts, strict=True)
+            ]
+        ).to(model.device)
+        own = tuple(x[:, stands_E] for x in angles)
+        turned_EH = hf_adapter.rotate(keys_EH[None, None], (own[0], own[1]))[0, 0]
+        places_KS, seen_KS = (x.to(model.device) for x in layout.places(layer))
+        yield PlacedLayer(turned_EH[places_KS][None], values_EH[places_KS][None], seen_KS)
+
+
+def _head_slots(document: CompressedDocument) -> Tensor:
+    if document.head_slots is not None:
+        return document.head_slots
+    layers, heads, slots, _ = document.keys.shape
+    return torch.full((layers, heads), slots, dtype=torch.int64)
+
+
+def _place(
+    documents: Sequence[CompressedDocument], cursor: int, gaps: Sequence[int]
+) -> tuple[list[Tensor], int]:
+    """Final positions of each document's slots (M,), and the position after the last document."""
     places = []
     for document, gap in zip(documents, gaps, strict=True):
         places.append(document.slot_positions + cursor + gap)
         cursor += gap + document.num_tokens
-    return torch.cat(places), cursor
+    return places, cursor
 
 
 def check_geometry(model: PreTrainedModel, documents: Sequence[CompressedDocument]) -> None:

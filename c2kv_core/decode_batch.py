@@ -28,8 +28,6 @@ class _Share:
     decoder: Decoder
     tokens: slice
     """Its places among all tokens."""
-    mask_TS: Tensor | None
-    """Added to attention scores, of the model's dtype; None for one token, which sees all."""
 
 
 @torch.no_grad()
@@ -51,7 +49,7 @@ def step_together(
     positions_1N = torch.cat(
         [torch.arange(d.position, d.position + len(i)) for d, i in zip(decoders, ids, strict=True)]
     )[None].to(device)
-    shares = _shares(model, decoders, ids)
+    shares = _shares(decoders, ids)
     hidden_1ND = hf_adapter.embed(model, ids_1N)
     angles = hf_adapter.rotation(model, positions_1N)
     for decoder in decoders:
@@ -65,20 +63,12 @@ def step_together(
     return logits_BV
 
 
-def _shares(
-    model: PreTrainedModel, decoders: Sequence[Decoder], ids: Sequence[Sequence[int]]
-) -> list[_Share]:
+def _shares(decoders: Sequence[Decoder], ids: Sequence[Sequence[int]]) -> list[_Share]:
     shares = []
     start = 0
     for decoder, some in zip(decoders, ids, strict=True):
-        mask_TS = None
-        if (count := len(some)) > 1:
-            past = decoder.entries
-            hidden = torch.ones(count, past + count, dtype=torch.bool, device=model.device).triu(past + 1)
-            # As a tensor to add once a step: attention would otherwise make one in every layer.
-            mask_TS = torch.zeros_like(hidden, dtype=model.dtype).masked_fill_(hidden, float("-inf"))
-        shares.append(_Share(decoder=decoder, tokens=slice(start, start + count), mask_TS=mask_TS))
-        start += count
+        shares.append(_Share(decoder=decoder, tokens=slice(start, start + len(some))))
+        start += len(some)
     return shares
 
 
@@ -97,6 +87,8 @@ def _layer(
     scale = hf_adapter.attention_scale(attention)
     attended = []
     for share in shares:
+        count = share.tokens.stop - share.tokens.start
+        mask = share.decoder.cache.mask(index, count, device=q_1QNH.device)
         keys_1KSH, values_1KSH = share.decoder.cache.update(
             k_1KNH[:, :, share.tokens], v_1KNH[:, :, share.tokens], index
         )
@@ -105,7 +97,8 @@ def _layer(
                 q_1QNH[:, :, share.tokens],
                 keys_1KSH,
                 values_1KSH,
-                attn_mask=share.mask_TS,
+                attn_mask=hf_adapter.for_query_heads(attention, mask),
+                is_causal=mask is None and count > 1,
                 scale=scale,
                 enable_gqa=True,
             )

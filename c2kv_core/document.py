@@ -45,6 +45,10 @@ class CompressedDocument:
     """Source tokens n of the part."""
     ratio: int
     """k, source tokens per slot."""
+    head_slots: "Tensor | None" = None
+    """(L, K) int64, entries of each head, together L x K x M; None where each head has M. Given, ``keys`` and
+    ``values`` hold the entries of layer 0's head 0, then of its head 1, and so on, flattened over (L, K, M): entry e is
+    kept relative to position ``slot_positions[e % M]``, which RoPE at that place brings to where it belongs."""
 
     @property
     def num_slots(self) -> int:
@@ -64,6 +68,7 @@ class CompressedDocument:
             slot_positions=self.slot_positions,
             num_tokens=self.num_tokens,
             ratio=self.ratio,
+            head_slots=self.head_slots,
         )
 
 

@@ -5,13 +5,11 @@ H head dim, L layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
@@ -21,39 +19,8 @@ from c2kv_core.compose import check_ids
 from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import ContextLengthError, InputError
 from c2kv_core.sidecar import Sidecar
-from c2kv_core.slot_attention import slot_attention
-from c2kv_core.slot_residual import SlotResidual
-from c2kv_core.slot_selection import ranked_tokens, selected_kv, selected_tokens
-from c2kv_core.slots import slot_count, slot_positions
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotStates:
-    """Slots of a batch at one ratio, padded on the right; gradients flow to the sidecar."""
-
-    keys: Tensor
-    """(L, B, K, M, H), before RoPE."""
-    values: Tensor
-    """(L, B, K, M, H)."""
-    lengths: tuple[int, ...]
-    """Source tokens of each document."""
-    ratio: int
-
-    def documents(self) -> list[CompressedDocument]:
-        """The documents without padding; tensors are views."""
-        made = []
-        for row, length in enumerate(self.lengths):
-            slots = slot_count(length, self.ratio)
-            made.append(
-                CompressedDocument(
-                    keys=self.keys[:, row, :, :slots],
-                    values=self.values[:, row, :, :slots],
-                    slot_positions=slot_positions(length, self.ratio),
-                    num_tokens=length,
-                    ratio=self.ratio,
-                )
-            )
-        return made
+from c2kv_core.slot_selection import ranked_tokens
+from c2kv_core.slot_stream import SlotStates, SlotStream
 
 
 class Extractor:
@@ -143,12 +110,12 @@ class Extractor:
         for row, ids in enumerate(documents):
             ids_BN[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
         streams = [
-            _SlotStream(self.model, self.sidecar, ids_BN, lengths, ratio, recompute=self.recompute)
+            SlotStream(self.model, self.sidecar, ids_BN, lengths, ratio, recompute=self.recompute)
             for ratio in ratios
         ]
         layers = hf_adapter.decoder_layers(self.model)
         lengths_B = torch.tensor(lengths, device=device)
-        selects = self.sidecar.config.selection == "topk"
+        selects = self.sidecar.config.selection != "none"
         for index, tokens in enumerate(_token_states(self.model, ids_BN, last=selects)):
             # Of the tokens alone, so the same for every ratio.
             ranked = self._ranked(index, layers[index], tokens.hidden, lengths_B) if selects else None
@@ -228,136 +195,6 @@ def _token_states(model: PreTrainedModel, ids_BN: Tensor, *, last: bool) -> Iter
         yield TokenStates(hidden, hf_adapter.rotate(keys, angles), values)
 
 
-class _SlotStream:
-    """The slots of one batch at one ratio on their way through the layers."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sidecar: Sidecar,
-        ids_BN: Tensor,
-        lengths: tuple[int, ...],
-        ratio: int,
-        *,
-        recompute: bool,
-    ) -> None:
-        self.sidecar, self.lengths, self.ratio = sidecar, lengths, ratio
-        self.residual = SlotResidual(model, sidecar.config, ids_BN, lengths, ratio)
-        self.recompute = recompute and torch.is_grad_enabled()
-        device = model.device
-        counts = [slot_count(length, ratio) for length in lengths]
-        slots = max(counts)
-        positions = torch.zeros(len(lengths), slots, dtype=torch.int64)
-        for row, length in enumerate(lengths):
-            positions[row, : counts[row]] = slot_positions(length, ratio)
-        positions = positions.to(device)
-        self.angles = hf_adapter.rotation(model, positions)
-        self.lengths_B = torch.tensor(lengths, device=device)
-        self.slots_B = torch.tensor(counts, device=device)
-        self.hidden = self.residual.start(sidecar.slot_embedding.expand(len(lengths), slots, -1), positions)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def step(self, index: int, layer: hf_adapter.StockLayer, *tokens: Tensor | None) -> None:
-        """Run one layer; its stored keys and values are kept. ``tokens``: their keys, values and ranking (or None)."""
-        body = partial(self._layer, index, layer)
-        if self.recompute:
-            made = checkpoint(body, self.hidden, *tokens, use_reentrant=False)
-        else:
-            made = body(self.hidden, *tokens)
-        self.hidden, k, v = made
-        self.keys.append(k)
-        self.values.append(v)
-
-    def finish(self, layer: hf_adapter.StockLayer, *tokens: Tensor | None) -> None:
-        """The last layer: only its keys and values are stored, so nothing attends there.
-
-        Args:
-            layer: of the base.
-            *tokens: as for ``step``; none where slots select none of them.
-        """
-        k, v = hf_adapter.inside(layer, partial(self._last, len(self.keys), layer), self.hidden, *tokens)
-        self.keys.append(k)
-        self.values.append(v)
-
-    def _normed(self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor) -> Tensor:
-        normed = layer.input_layernorm(hidden)
-        return self.residual.projected(normed, layer) if index == 0 else normed
-
-    def _project(self, index: int, layer: hf_adapter.StockLayer, name: str, normed: Tensor) -> Tensor:
-        attention = layer.self_attn
-        return hf_adapter.project_heads(attention, name, self.sidecar.project(index, name, normed, attention))
-
-    def _last(
-        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return self._key_values(index, layer, self._normed(index, layer, hidden), *tokens)
-
-    def _key_values(
-        self,
-        index: int,
-        layer: hf_adapter.StockLayer,
-        normed: Tensor,
-        token_k: Tensor | None = None,
-        token_v: Tensor | None = None,
-        ranked: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Keys before RoPE and values of the slots, (B, K, M, H); without a ranking, of their own projections alone."""
-        if ranked is None or token_k is None or token_v is None:
-            return self._project(index, layer, "k", normed), self._project(index, layer, "v", normed)
-        attention = layer.self_attn
-        with torch.no_grad():
-            chosen = selected_tokens(ranked, self.slots_B, slots=normed.shape[1])
-            kept = selected_kv(token_k, token_v, chosen, self.angles)
-        added = (
-            hf_adapter.added_heads(
-                attention, name, self.sidecar.added(index, name, normed, attention), normed=normed
-            )
-            for name in ("k", "v")
-        )
-        k, v = (own + more for own, more in zip(kept, added, strict=True))
-        return k, v
-
-    def _layer(
-        self, index: int, layer: hf_adapter.StockLayer, hidden: Tensor, *tokens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states after a layer, and its keys and values. Changes nothing, so that it can run twice."""
-        return hf_adapter.inside(layer, partial(self._attend, index, layer), hidden, *tokens)
-
-    def _attend(
-        self,
-        index: int,
-        layer: hf_adapter.StockLayer,
-        hidden: Tensor,
-        token_k: Tensor,
-        token_v: Tensor,
-        ranked: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        normed = self._normed(index, layer, hidden)
-        q = self._project(index, layer, "q", normed)
-        k, v = self._key_values(index, layer, normed, token_k, token_v, ranked)
-        attended = slot_attention(
-            hf_adapter.rotate(q, self.angles),
-            hf_adapter.rotate(k, self.angles),
-            v,
-            token_k,
-            token_v,
-            lengths_B=self.lengths_B,
-            ratio=self.ratio,
-            overlap_tokens=self.sidecar.config.overlap_tokens,
-            scale=hf_adapter.attention_scale(layer.self_attn),
-        )
-        return hf_adapter.finish_layer(layer, hidden, attended), k, v
-
-    def states(self) -> SlotStates:
-        return SlotStates(
-            keys=torch.stack(self.keys),
-            values=torch.stack(self.values),
-            lengths=self.lengths,
-            ratio=self.ratio,
-        )
-
-
 def _own_memory(document: CompressedDocument) -> CompressedDocument:
     """A copy that does not keep the whole padded batch alive."""
     return CompressedDocument(
@@ -366,4 +203,5 @@ def _own_memory(document: CompressedDocument) -> CompressedDocument:
         slot_positions=document.slot_positions,
         num_tokens=document.num_tokens,
         ratio=document.ratio,
+        head_slots=document.head_slots,
     )

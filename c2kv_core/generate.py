@@ -69,7 +69,6 @@ class Decoder:
         own = len(question_ids) + max_new_tokens - 1
         check_positions(model, self.position + more_positions + own)
         cache = context.cache if context else _empty_cache(model)
-        self._entries = cache.num_entries
         self.cache = DecodeCache(cache, extra_tokens=more_entries + own)
         """Context, question and answer so far."""
 
@@ -85,9 +84,9 @@ class Decoder:
             return
         layers, position = rotated_layers(self._model, documents, self.position)
         self.rewind()
-        for layer, (keys_1KSH, values_1KSH) in enumerate(layers):
-            self.cache.update(keys_1KSH, values_1KSH, layer)
-        self._entries += sum(document.num_slots for document in documents)
+        for layer, placed in enumerate(layers):
+            self.cache.place(placed.keys, placed.values, placed.seen, layer)
+        self.cache.commit()
         self.position = position
 
     @torch.no_grad()
@@ -103,24 +102,19 @@ class Decoder:
         """Logits (vocabulary,) of the token after ``token``."""
         return hf_adapter.logits(self._model, self._feed([token])[-1])
 
-    @property
-    def entries(self) -> int:
-        """Keys and values a layer and head in ``cache``."""
-        return self._entries
-
     def advance(self, tokens: int) -> None:
         """Count tokens whose keys and values have been put into ``cache``."""
         self.position += tokens
-        self._entries += tokens
+        self.cache.commit()
 
     def rewind(self) -> None:
         """Drop from ``cache`` what a step that failed has left there, uncounted by ``advance``."""
-        self.cache.keep(self._entries)
+        self.cache.rewind()
 
     def _feed(self, ids: Sequence[int]) -> Tensor:
         self.rewind()
         ids_BT = torch.as_tensor(ids, dtype=torch.int64, device=self._model.device)[None]
-        hidden_BTD = token_states(self._model, ids_BT, self.cache, start=self.position, past=self._entries)
+        hidden_BTD = token_states(self._model, ids_BT, self.cache, start=self.position)
         self.advance(len(ids))
         return hidden_BTD[0]
 

@@ -32,6 +32,14 @@ class LayerCache(Protocol):
         """Take (B, K, T, H) new rotated keys and values; give all (B, K, S+T, H) to attend to."""
 
 
+class MaskedCache(LayerCache, Protocol):
+    """A cache that knows what the next tokens see of it."""
+
+    def mask(self, layer: int, tokens: int, *, device: torch.device) -> Tensor | None:
+        """What T new tokens, which see all entries of a layer and each other causally, see, to be asked before
+        ``update``: (1, 1 or K, T, S + T) bool, or as numbers added to scores; None where stock layers need none."""
+
+
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """Inside, transformers draws no bar for weights that it reads; commands have bars of their own."""
@@ -174,14 +182,37 @@ def finish_layer(layer: StockLayer, hidden: Tensor, attended: Tensor) -> Tensor:
 
 
 def run_model(
-    model: PreTrainedModel, ids: Tensor, *, positions: Tensor, cache: LayerCache, mask: Tensor | None
+    model: PreTrainedModel,
+    ids: Tensor,
+    *,
+    positions: Tensor,
+    cache: LayerCache,
+    mask: Tensor | Callable[[int], Tensor | None] | None,
 ) -> Tensor:
-    """All layers and the final norm over (B, T) ids at (B, T) positions: (B, T, D)."""
+    """All layers and the final norm over (B, T) ids at (B, T) positions: (B, T, D).
+
+    ``mask`` may be a function of the layer; see ``run_layer``, and ``for_query_heads`` where kv heads differ.
+    """
     hidden = embed(model, ids)
     angles = rotation(model, positions)
-    for layer in decoder_layers(model):
-        hidden = run_layer(layer, hidden, positions=positions, angles=angles, cache=cache, mask=mask)
+    for index, layer in enumerate(decoder_layers(model)):
+        own = mask(index) if callable(mask) else mask
+        hidden = run_layer(
+            layer,
+            hidden,
+            positions=positions,
+            angles=angles,
+            cache=cache,
+            mask=for_query_heads(layer.self_attn, own),
+        )
     return final_norm(model, hidden)
+
+
+def for_query_heads(attention: StockLayer, mask: Tensor | None) -> Tensor | None:
+    """A mask (B, 1 or K, T, S) as (B, 1 or Q, T, S)."""
+    if mask is None or mask.shape[1] == 1:
+        return mask
+    return mask.repeat_interleave(int(attention.num_key_value_groups), dim=1)
 
 
 def final_norm(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from c2kv_core import hf_adapter
 from c2kv_core.digest import tensors_digest
 from c2kv_core.errors import SidecarError
-from c2kv_core.sidecar_config import SIDECAR_FORMAT_VERSION, SidecarConfig, SidecarHeader
+from c2kv_core.head_slots import FRACTIONS
+from c2kv_core.sidecar_config import SHARING, SIDECAR_FORMAT_VERSION, SidecarConfig, SidecarHeader
 
 HEADER_FILE = "sidecar.json"
 TENSOR_FILE = "sidecar.safetensors"
@@ -74,9 +75,11 @@ class FullProjection(nn.Module):
 class TokenScores(nn.Module):
     """For each kv head, how much of a token its slot wants: linear in the token's normed state."""
 
-    def __init__(self, hidden_size: int, kv_heads: int) -> None:
+    def __init__(self, hidden_size: int, kv_heads: int, *, shares: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(kv_heads, hidden_size))
+        self.shares = nn.Parameter(torch.tensor(FRACTIONS).repeat(kv_heads, 1)) if shares else None
+        """(K, P), see ``head_slots``; at the start all heads have the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to float32 (..., K): many tokens are compared, and bfloat16 tells too few apart."""
@@ -85,12 +88,12 @@ class TokenScores(nn.Module):
 
 def is_fitted(name: str) -> bool:
     """Whether a sidecar's tensor of this name is fitted before training, which then leaves it as it is."""
-    return name.endswith(".scores.weight")
+    return name.endswith((".scores.weight", ".scores.shares"))
 
 
 class Sidecar(nn.Module):
     """Everything C2KV trains. Tensors are named ``slot_embedding``, ``layers.{l}.{q,k,v}_proj.*`` and, with selection,
-    ``layers.{l}.scores.weight``."""
+    ``layers.{l}.scores.weight``, ``layers.{l}.scores.shares``."""
 
     slot_embedding: nn.Parameter
     """(D,), the input of every slot."""
@@ -135,9 +138,12 @@ class Sidecar(nn.Module):
         layers = [
             _projections_like(layer.self_attn, config.rank) for layer in hf_adapter.decoder_layers(model)
         ]
-        if config.selection == "topk":
+        if config.selection != "none":
             for made in layers:
-                made["scores"] = TokenScores(table.shape[1], header.geometry.kv_heads).to(table.dtype)
+                scores = TokenScores(
+                    table.shape[1], header.geometry.kv_heads, shares=config.selection == SHARING
+                )
+                made["scores"] = scores.to(table.dtype)
         start = table[eos_token_id].detach().clone()
         if config.residual == "embed_last":
             # The slot then starts as its block's last token, not as a sum of two tokens.
@@ -160,6 +166,10 @@ class Sidecar(nn.Module):
         """How much each kv head of a layer wants of tokens with normed states ``x``: (..., D) to (..., K)."""
         made: Tensor = self.layers[layer]["scores"](x)  # type: ignore[index]
         return made
+
+    def shares(self) -> Tensor:
+        """(L, K, P) how heads share slots out, see ``head_slots``."""
+        return torch.stack([layer["scores"].shares for layer in self.layers])  # type: ignore[index]
 
     def projections(self) -> Iterator[nn.Module]:
         """All projections, layer by layer."""
@@ -224,10 +234,13 @@ class Sidecar(nn.Module):
             sidecar.load_state_dict(tensors)
         except (KeyError, RuntimeError, TypeError) as error:
             raise SidecarError(f"{source}: tensors do not fit the sidecar's header: {error}") from error
-        if (header.config.selection == "topk") != ("layers.0.scores.weight" in tensors):
-            raise SidecarError(
-                f"{source}: expected scores of tokens iff selection is topk, as its header says"
-            )
+        selection = header.config.selection
+        for name, expected in (("weight", selection != "none"), ("shares", selection == SHARING)):
+            if (f"layers.0.scores.{name}" in tensors) != expected:
+                there = "" if expected else "no "
+                raise SidecarError(
+                    f"{source}: expected {there}layers.0.scores.{name}, as selection is {selection} in its header"
+                )
         ranks = {p.down.shape[0] if isinstance(p, LowRankProjection) else None for p in sidecar.projections()}
         if ranks - {header.config.rank}:
             raise SidecarError(f"{source}: expected projections of rank {header.config.rank}, got {ranks}")
@@ -276,7 +289,8 @@ def _projections_from(tensors: dict[str, Tensor], layer: int) -> nn.ModuleDict:
     made: dict[str, nn.Module] = {}
     scores = tensors.get(f"layers.{layer}.scores.weight")
     if scores is not None:
-        made["scores"] = TokenScores(scores.shape[1], scores.shape[0])
+        shares = f"layers.{layer}.scores.shares" in tensors
+        made["scores"] = TokenScores(scores.shape[1], scores.shape[0], shares=shares)
     for name in PROJECTIONS:
         prefix = f"layers.{layer}.{name}"
         if f"{prefix}.down" in tensors:

@@ -13,8 +13,10 @@ RESIDUALS = ("none", "embed_mean", "embed_last")
 """``embed_mean`` adds the mean normed embedding of a slot's block to its q/k/v input in layer 0; ``embed_last`` adds
 the embedding of the block's last token to the slot vector, so that an untrained slot stands for that token."""
 
-SELECTIONS = ("none", "topk")
-"""``topk``: each head keeps keys and values of the tokens it scores highest, one a slot, for slots to start from."""
+SHARING = "heads"
+SELECTIONS = ("none", "topk", SHARING)
+"""``topk``: each head keeps keys and values of the tokens it scores highest, one a slot, for slots to start from.
+``heads``: as many on average, but heads that look tokens up keep more than others (``c2kv_core.head_slots``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

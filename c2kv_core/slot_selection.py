@@ -1,16 +1,20 @@
-"""What the option ``selection`` makes of slots: each head of a slot starts from one token of the document.
+"""What the option ``selection`` makes of slots: heads start from tokens of the document.
 
 A slot that is a copy of its block's last token hides the other tokens from every head. With ``topk`` a learned linear
 map of the token's normed state says, for every layer and kv head, how much that head wants of each token; as many as
 there are slots are kept, in their order. Their keys and values are the slots', and what the slot projections add to the
 base's is added to them. The idea that heads keep tokens of their own, and that attention while a text is repeated tells
-which, is KVzip's (arXiv 2505.23416).
+which, is KVzip's (arXiv 2505.23416). With ``heads`` a head keeps as many as ``head_slots`` gives it, and what is added
+to a token is what the slot of its block adds.
 
-Shape legend: B documents, N tokens (padded), M slots (padded), D hidden, K kv heads, H head dim, k ratio.
+Shape legend: B documents, N tokens (padded), M slots (padded), D hidden, K kv heads, H head dim, k ratio, E entries.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from c2kv_core import hf_adapter
 
@@ -49,3 +53,36 @@ def selected_kv(
     index = chosen_BKM[..., None].expand(-1, -1, -1, token_k_BKNH.shape[-1])
     keys = hf_adapter.unrotate(token_k_BKNH.gather(2, index), slot_angles)
     return keys, token_v_BKNH.gather(2, index)
+
+
+def kept_tokens(ranked_BKN: Tensor, counts_BK: Tensor) -> Tensor:
+    """(B, K, N) bool: the best tokens of each head, as many as it has entries."""
+    places = torch.arange(ranked_BKN.shape[2], device=ranked_BKN.device).expand_as(ranked_BKN)
+    ranks_BKN = torch.empty_like(ranked_BKN).scatter_(2, ranked_BKN, places)
+    return ranks_BKN < counts_BK[..., None]
+
+
+def kept_entries(token_x_BKNH: Tensor, added_BKMH: Tensor, kept_BKN: Tensor, *, ratio: int) -> Tensor:
+    """(E, H) of the kept tokens, document by document, head by head, with what the slot of its block adds to each."""
+    rows, heads, tokens = kept_BKN.nonzero(as_tuple=True)
+    return token_x_BKNH[rows, heads, tokens] + added_BKMH[rows, heads, tokens // ratio]
+
+
+def packed_entries(layers: Sequence[Tensor], counts_BLK: Tensor, *, slots: Sequence[int]) -> Tensor:
+    """(L, B, K, M, H), padded: each document's entries of all layers in one row, in the order of ``layers``.
+
+    Args:
+        layers: (E, H) of each, as ``kept_entries`` gives them.
+        counts_BLK: entries of each head.
+        slots: M of each document; its entries are L x K x M.
+    """
+    count, _, heads = counts_BLK.shape
+    by_layer = [
+        entries.split(sizes) for entries, sizes in zip(layers, counts_BLK.sum(2).T.tolist(), strict=True)
+    ]
+    rows = [
+        torch.cat([pieces[row] for pieces in by_layer]).view(len(layers), heads, slots[row], -1)
+        for row in range(count)
+    ]
+    most = max(slots)
+    return torch.stack([functional.pad(row, (0, 0, 0, most - row.shape[2])) for row in rows], dim=1)

@@ -30,7 +30,7 @@ class Slots:
         return sum(part.num_tokens for part in self.parts)
 
     def entries(self, ratio: int) -> int:
-        """Keys and values a layer and head that it takes in a context."""
+        """Keys and values a layer and head, or a mean of them where these differ."""
         return sum(part.num_slots for part in self.parts)
 
 
@@ -81,6 +81,10 @@ class LeftOut:
         return 0
 
 
+DocumentWork = Slots | Extraction | OrdinaryText | LeftOut
+"""What a document asks of the engine."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedDocument:
     """One document of a request."""
@@ -89,7 +93,7 @@ class PlannedDocument:
     """Its place in the request, from 0."""
     doc_id: str | None
     """None for a document given in full."""
-    work: Slots | Extraction | OrdinaryText | LeftOut
+    work: DocumentWork
     fallback_reason: str | None = None
     """Why the stored slots were not used; None where nothing went wrong."""
 

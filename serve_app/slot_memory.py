@@ -60,4 +60,5 @@ def _copy(part: CompressedDocument) -> CompressedDocument:
         slot_positions=part.slot_positions.clone(),
         num_tokens=part.num_tokens,
         ratio=part.ratio,
+        head_slots=part.head_slots,
     )

@@ -65,9 +65,9 @@ def question_logits(
 ) -> torch.Tensor:
     """(T, vocabulary) logits of every token of a question."""
     cache = AppendCache(context.cache if context else None)
-    start, past = (context.next_position, context.cache.num_entries) if context else (0, 0)
+    start = context.next_position if context else 0
     with torch.no_grad():
-        hidden = token_states(model, torch.tensor([list(ids)]), cache, start=start, past=past)
+        hidden = token_states(model, torch.tensor([list(ids)]), cache, start=start)
         return hf_adapter.logits(model, hidden)[0]
 
 

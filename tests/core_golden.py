@@ -87,14 +87,12 @@ def test_question_gives_the_reference_logits_and_continuation(case: GoldenCase) 
     query = case.ids("query_ids")
     for order in case.orders():
         context = composed(case, order, documents)
-        past = context.cache.num_entries
         with torch.no_grad():
             hidden = token_states(
                 case.model,
                 torch.tensor([query]),
                 AppendCache(context.cache),
                 start=context.next_position,
-                past=past,
             )
             logits = hf_adapter.logits(case.model, hidden)[0]
         assert_near(logits, case.tensors[f"order.{order}.query_logits"])

@@ -73,7 +73,6 @@ def composed_loss(model: PreTrainedModel, sidecar: Sidecar, sources: list[list[i
         torch.tensor([QUESTION]),
         AppendCache(context.cache),
         start=context.next_position,
-        past=context.cache.num_entries,
     )
     return question_loss(hf_adapter.logits(model, hidden)[0])
 

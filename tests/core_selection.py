@@ -91,7 +91,9 @@ def test_a_saved_sidecar_comes_back_with_its_scores(tmp_path: Path) -> None:
     told = json.loads(header.read_text())
     told["config"]["selection"] = "none"
     header.write_text(json.dumps(told))
-    with pytest.raises(SidecarError, match="expected scores of tokens iff selection is topk"):
+    with pytest.raises(
+        SidecarError, match=r"expected no layers\.0\.scores\.weight, as selection is none in its header"
+    ):
         Sidecar.load(tmp_path / "saved")
 
 
@@ -103,7 +105,7 @@ def test_the_scores_shape_is_checked_against_the_base() -> None:
 
 
 def test_an_unknown_selection_is_refused() -> None:
-    with pytest.raises(SidecarError, match="expected selection none or topk, got 'best'"):
+    with pytest.raises(SidecarError, match="expected selection none or topk or heads, got 'best'"):
         SidecarConfig(selection="best")
 
 

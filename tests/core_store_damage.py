@@ -33,10 +33,12 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_any_flipped_bit_of_a_record_is_a_miss(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    document = make_document("a", part_tokens=(18, 3))
-    store.put([document, make_document("neighbour")])
+@pytest.mark.parametrize("selection", ["none", "heads"])
+def test_any_flipped_bit_of_a_record_is_a_miss(tmp_path: Path, selection: str) -> None:
+    identity = make_identity(selection=selection)
+    store = new_store(tmp_path, identity=identity)
+    document = make_document("a", part_tokens=(18, 3), identity=identity)
+    store.put([document, make_document("neighbour", identity=identity)])
     shard = shard_of(store, "a")
     row = next(row for row in store.rows() if row.doc_id == "a")
     sound = shard.read_bytes()
@@ -51,7 +53,7 @@ def test_any_flipped_bit_of_a_record_is_a_miss(tmp_path: Path) -> None:
     assert store.counters["miss"] == row.length
     assert "hit" not in store.counters
     assert_same(get_one(store, "a"), document)
-    assert_same(get_one(store, "neighbour"), make_document("neighbour"))
+    assert_same(get_one(store, "neighbour"), make_document("neighbour", identity=identity))
 
 
 def test_a_cut_shard_is_a_miss_wherever_it_is_cut(tmp_path: Path) -> None:

@@ -78,7 +78,15 @@ def _make_part(num_tokens: int, identity: Identity, generator: torch.Generator) 
         slot_positions=ends - 1,
         num_tokens=num_tokens,
         ratio=identity.ratio,
+        head_slots=_head_slots(shape, generator) if identity.selection == "heads" else None,
     )
+
+
+def _head_slots(shape: tuple[int, int, int, int], generator: torch.Generator) -> torch.Tensor:
+    """(L, K) entries at random, together L x K x M."""
+    layers, heads, slots, _ = shape
+    drawn = torch.randint(layers * heads, (layers * heads * slots,), generator=generator)
+    return drawn.bincount(minlength=layers * heads).view(layers, heads)
 
 
 def new_store(folder: Path, *, identity: Identity | None = None, **options: Any) -> KVStore:
@@ -110,6 +118,10 @@ def assert_same(outcome: StoredDocument | Miss, expected: StoredDocument) -> Non
         assert (came.num_tokens, came.ratio) == (part.num_tokens, part.ratio)
         assert came.slot_positions.dtype == torch.int64
         assert torch.equal(came.slot_positions, part.slot_positions)
+        assert (came.head_slots is None) == (part.head_slots is None)
+        if came.head_slots is not None and part.head_slots is not None:
+            assert came.head_slots.dtype == torch.int64
+            assert torch.equal(came.head_slots, part.head_slots)
         for a, b in ((came.keys, part.keys), (came.values, part.values)):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             assert torch.equal(a, b)

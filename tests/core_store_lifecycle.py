@@ -25,10 +25,10 @@ def everything(store: KVStore) -> bytes:
     return b"".join(storage.get(file.path).to_pybytes() for file in files(store))
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
-def test_after_gc_the_bytes_of_a_deleted_document_are_gone(uri: str, codec: str) -> None:
-    store = open_store(uri, quantisation=codec)
-    identity = make_identity(quantisation=codec)
+@pytest.mark.parametrize(("codec", "selection"), [("none", "none"), ("int8", "none"), ("int8", "heads")])
+def test_after_gc_the_bytes_of_a_deleted_document_are_gone(uri: str, codec: str, selection: str) -> None:
+    store = open_store(uri, quantisation=codec, selection=selection)
+    identity = make_identity(quantisation=codec, selection=selection)
     documents = [make_document(f"d{n}", seed=n, part_tokens=(40, 9), identity=identity) for n in range(5)]
     store.put(documents, texts=[make_text(d, f"SECRET {d.doc_id} " * 20) for d in documents])
     before = store.get(["d0", "d1", "d3", "d4"], namespace="acme")

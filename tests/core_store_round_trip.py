@@ -3,11 +3,13 @@
 import json
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
+from torch import Tensor
 
 from c2kv_core.document import CompressedDocument, Geometry, StoredDocument
 from c2kv_core.errors import IdentityError, InputError
@@ -55,8 +57,11 @@ WEIRD_IDS = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("part_tokens", [(18,), (16, 5, 1)], ids=["one-part", "three-parts"])
-def test_documents_come_back_bit_for_bit(tmp_path: Path, dtype: str, part_tokens: tuple[int, ...]) -> None:
-    identity = make_identity(slot_dtype=dtype)
+@pytest.mark.parametrize("selection", ["topk", "heads"])
+def test_documents_come_back_bit_for_bit(
+    tmp_path: Path, dtype: str, part_tokens: tuple[int, ...], selection: str
+) -> None:
+    identity = make_identity(slot_dtype=dtype, selection=selection)
     store = new_store(tmp_path, identity=identity)
     documents = [make_document(f"d{n}", part_tokens=part_tokens, identity=identity, seed=n) for n in range(4)]
     store.put(documents)
@@ -217,6 +222,27 @@ def test_namespaces_are_separate(tmp_path: Path) -> None:
     assert_same(get_one(store, "same"), mine)
     assert store.text(["same"], namespace="acme")["same"].text == "mine"
     assert {row.shard.split("/")[1] for row in store.rows()} == {"acme"}
+
+
+def _with_head_slots(counts: Tensor) -> StoredDocument:
+    document = make_document("a")
+    (part,) = document.parts
+    return replace(document, parts=(replace(part, head_slots=counts),))
+
+
+def test_slots_that_heads_share_out_are_written_only_where_they_are_named(tmp_path: Path) -> None:
+    sharing = make_identity(selection="heads")
+    plain, shared = new_store(tmp_path / "plain"), new_store(tmp_path / "shared", identity=sharing)
+    with pytest.raises(IdentityError, match=r"expected no head_slots in part 0 .* selection is 'none'"):
+        plain.put([make_document("a", identity=sharing)])
+    with pytest.raises(IdentityError, match=r"expected head_slots in part 0 .* selection is 'heads'"):
+        shared.put([make_document("a")])
+    # 18 tokens have 5 slots: 30 entries over 3 layers of 2 heads.
+    for counts in ([[5, 5], [5, 5], [5, 4]], [[5, 5], [5, 5], [11, -1]], [[5, 5, 5], [5, 5, 5]]):
+        with pytest.raises(IdentityError, match=r"shape \(L, K\) = \(3, 2\) with a sum of 30"):
+            shared.put([_with_head_slots(torch.tensor(counts))])
+    shared.put([document := _with_head_slots(torch.tensor([[18, 1], [3, 3], [4, 1]]))])
+    assert_same(get_one(shared, "a"), document)
 
 
 @pytest.mark.parametrize(

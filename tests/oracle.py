@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from c2kv_core.head_slots import head_slots
 from c2kv_core.sidecar import Sidecar
 
 
@@ -64,10 +65,12 @@ def extract(
     last = [token_inputs[block[-1]] if residual == "embed_last" else 0.0 for block in blocks]
     hidden = [*token_inputs.unbind(0), *[sidecar.slot_embedding + x for x in last]]
     keys, values, rotated, states = [], [], [], [torch.stack(hidden[:tokens])]
+    shared: list[tuple[Tensor, Tensor]] = []
     for index, layer in enumerate(model.model.layers):
         q, k, v = [], [], []
         best: list[list[int]] = []
-        if sidecar.config.selection == "topk":
+        changes: list[dict[str, Tensor]] = []
+        if sidecar.config.selection != "none":
             normed_tokens = [layer.input_layernorm(x) for x in hidden[:tokens]]
             weights = sidecar.layers[index]["scores"].weight
             best = [_best_tokens(score, normed_tokens, slots) for score in weights]
@@ -80,14 +83,20 @@ def extract(
             for name, made in (("q", q), ("k", k), ("v", v)):
                 made.append(_project(layer, name, normed, side))
             if best and place >= tokens:
+                changes.append({})
                 for name, made in (("k", k), ("v", v)):
                     changed = made[-1] - _project(layer, name, normed, None)
+                    changes[-1][name] = changed
                     kept = []
                     for head, ranked in enumerate(best):
                         token = ranked[place - tokens]
                         x = made[token][head]
                         kept.append(_moved(model, x, token - positions[place]) if name == "k" else x)
                     made[-1] = changed + torch.stack(kept)
+        if sidecar.config.selection == "heads":
+            counts = head_slots(sidecar.shares(), num_tokens=tokens, slots=slots)[index].tolist()
+            kept = [_best_tokens(w, normed_tokens, count) for w, count in zip(weights, counts, strict=True)]
+            _share_out(model, shared, kept, (k, v), changes, positions[tokens:], ratio)
         k_rotated = [rotate(model, x, position) for x, position in zip(k, positions, strict=True)]
         q_rotated = [rotate(model, x, position) for x, position in zip(q, positions, strict=True)]
         hidden = [
@@ -103,9 +112,14 @@ def extract(
         rotated.append(torch.stack(k_rotated, dim=1))
         states.append(torch.stack(hidden[:tokens]))
     all_keys, all_values = torch.stack(keys), torch.stack(values)
+    slot_keys, slot_values = all_keys[:, :, tokens:], all_values[:, :, tokens:]
+    if shared:
+        slot_keys, slot_values = (
+            torch.stack([pair[part] for pair in shared]).view_as(slot_keys) for part in (0, 1)
+        )
     return OracleDocument(
-        keys=all_keys[:, :, tokens:],
-        values=all_values[:, :, tokens:],
+        keys=slot_keys,
+        values=slot_values,
         slot_positions=positions[tokens:],
         token_states=torch.stack(states),
         token_keys=torch.stack(rotated)[:, :, :tokens],
@@ -178,6 +192,25 @@ def greedy(
 def _best_tokens(score: Tensor, states: list[Tensor], count: int) -> list[int]:
     """Places of the tokens that a head wants most, in their order."""
     return sorted(sorted(range(len(states)), key=lambda i: -float(score @ states[i]))[:count])
+
+
+def _share_out(
+    model: PreTrainedModel,
+    shared: list[tuple[Tensor, Tensor]],
+    kept: Sequence[Sequence[int]],
+    tokens: tuple[list[Tensor], list[Tensor]],
+    changes: Sequence[dict[str, Tensor]],
+    slot_positions: Sequence[int],
+    ratio: int,
+) -> None:
+    """Append the entries of a layer's heads: each kept token with what the slot of its block changes."""
+    for head, places in enumerate(kept):
+        for token in places:
+            stand = slot_positions[len(shared) % len(slot_positions)]
+            change, block_end = changes[token // ratio], slot_positions[token // ratio]
+            key = _moved(model, tokens[0][token][head], token - stand)
+            key = key + _moved(model, change["k"][head], block_end - stand)
+            shared.append((key, tokens[1][token][head] + change["v"][head]))
 
 
 def _moved(model: PreTrainedModel, key: Tensor, by: int) -> Tensor:

@@ -19,7 +19,7 @@ from pipelines.train.selection import (
     PROMPT,
     RIDGE,
     SINK_TOKENS,
-    fit_scores,
+    fit_selection,
     repetition_scores,
 )
 from tests.oracle import assert_near
@@ -49,7 +49,7 @@ def test_the_fit_is_the_ridge_regression_of_all_documents_together() -> None:
     model, renderer = new_tiny_model(), ChatRenderer(tiny_tokenizer())
     # The last has nothing to compare behind the sink, and takes no part.
     ids = [*documents([37, 60, 29]), token_ids(SINK_TOKENS + 1)]
-    fitted = fit_scores(model, renderer, ids)
+    fitted = fit_selection(model, renderer, ids).weights
     prompt = renderer.question_ids([{"role": "user", "content": PROMPT}])
     inputs: list[Tensor] = []
     targets: list[Tensor] = []
@@ -67,7 +67,7 @@ def test_the_fit_is_the_ridge_regression_of_all_documents_together() -> None:
     ).solution
     assert_near(fitted[1], wanted.T.float(), 1e-4)
     with pytest.raises(InputError, match="documents of 6 tokens or more"):
-        fit_scores(model, renderer, ids[3:])
+        fit_selection(model, renderer, ids[3:])
 
 
 @pytest.fixture(scope="module")

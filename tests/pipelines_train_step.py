@@ -58,7 +58,6 @@ def plain_logits(setup: TrainingSetup, context: ComposedContext, asked: Asked) -
         torch.tensor([asked.ids]),
         AppendCache(context.cache),
         start=context.next_position,
-        past=context.cache.num_entries,
     )
     return hf_adapter.logits(setup.model, hidden)[0]
 

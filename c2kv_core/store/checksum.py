@@ -27,11 +27,17 @@ def layer_checksums(kv: pa.Buffer | memoryview, *, layers: int) -> list[bytes]:
 
 
 def part_checksum(
-    metadata: Mapping[str, str | int], *, slot_positions: NDArray[np.int32], layer_sums: Sequence[bytes]
+    metadata: Mapping[str, str | int],
+    *,
+    slot_positions: NDArray[np.int32],
+    head_slots: NDArray[np.int32] | None = None,
+    layer_sums: Sequence[bytes],
 ) -> bytes:
-    """Checksum over a part's metadata, positions and layer checksums, and so over all of the part."""
+    """Checksum over a part's metadata, positions, entries of heads and layer checksums, and so over all of the part."""
     positions = slot_positions.astype("<i4").tobytes()
     head = json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode()
     # Lengths first, so that no byte can wander from one field to the next.
     lengths = len(head).to_bytes(8, "little") + len(positions).to_bytes(8, "little")
-    return digest(lengths + head + positions + b"".join(layer_sums))
+    # Where heads have entries of their own numbers, there is one number for each head of each layer.
+    entries = b"" if head_slots is None else head_slots.astype("<i4").tobytes()
+    return digest(lengths + head + positions + entries + b"".join(layer_sums))

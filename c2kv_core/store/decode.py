@@ -20,9 +20,9 @@ from c2kv_core.store.miss import Miss, MissReason
 from c2kv_core.store.record import (
     DTYPES,
     METADATA,
-    RECORD_SCHEMA,
     RecordContent,
     layer_bytes,
+    record_schema,
 )
 from c2kv_core.store.row import IndexRow
 from c2kv_core.store.storage import ALIGNMENT_BYTES
@@ -48,6 +48,8 @@ class _Part:
 
     metadata: dict[str, Any]
     slot_positions: NDArray[np.int32]
+    head_slots: NDArray[np.int32] | None
+    """Entries of each head of each layer, where the identity shares slots out."""
     layer_sums: list[bytes]
     checksum: bytes
     value: pa.Buffer
@@ -88,16 +90,17 @@ def reuse_record(record: pa.Buffer, *, row: IndexRow, identity: Identity) -> Rec
         {
             **part.metadata,
             "slot_positions": part.slot_positions,
+            **({} if part.head_slots is None else {"head_slots": part.head_slots}),
             "layer_checksums": part.layer_sums,
             "checksum": part.checksum,
         }
         for part in parts
     ]
-    return RecordContent(rows=rows, fill=fill)
+    return RecordContent(schema=record_schema(identity.selection), rows=rows, fill=fill)
 
 
 def _verified(record: pa.Buffer, row: IndexRow, identity: Identity) -> list[_Part]:
-    parts = _parse(record, row)
+    parts = _parse(record, row, record_schema(identity.selection))
     _check_is_promised(parts, row)
     for part in parts:
         _check_geometry(part, identity)
@@ -107,7 +110,7 @@ def _verified(record: pa.Buffer, row: IndexRow, identity: Identity) -> list[_Par
     return parts
 
 
-def _parse(record: pa.Buffer, row: IndexRow) -> list[_Part]:
+def _parse(record: pa.Buffer, row: IndexRow, schema: pa.Schema) -> list[_Part]:
     where = f"{row.offset} of {row.shard}"
     if record.size != row.length:
         raise _Rejected("truncated", f"expected {row.length} bytes at {where}, the file holds {record.size}")
@@ -116,15 +119,17 @@ def _parse(record: pa.Buffer, row: IndexRow) -> list[_Part]:
     if digest(head).hex() != row.head_checksum:
         raise _Rejected("damaged_record", f"head of the record at {where} does not match its checksum")
     try:
-        batch = pa.ipc.read_record_batch(pa.ipc.read_message(record), RECORD_SCHEMA)
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(record), schema)
         batch.validate(full=True)
     except ARROW_ERRORS as error:
         raise _Rejected("damaged_record", f"no record at {where}: {first_line(error)}") from error
     scalars = batch.select(list(METADATA)).to_pylist()
+    shared = "head_slots" in schema.names
     return [
         _Part(
             metadata=scalars[index],
             slot_positions=batch.column("slot_positions")[index].values.to_numpy(),
+            head_slots=batch.column("head_slots")[index].values.to_numpy() if shared else None,
             layer_sums=batch.column("layer_checksums")[index].as_py(),
             checksum=batch.column("checksum")[index].as_py(),
             value=value,
@@ -168,6 +173,12 @@ def _check_geometry(part: _Part, identity: Identity) -> None:
     }
     for name, value in expected.items():
         _check_equal("wrong_geometry", name, expected=value, came=part.metadata[name])
+    if part.head_slots is not None:
+        heads = identity.geometry.layers * identity.geometry.kv_heads
+        _check_equal("wrong_geometry", "head_slots", expected=heads, came=len(part.head_slots))
+        entries = heads * len(part.slot_positions)
+        _check_equal("wrong_geometry", "entries", expected=entries, came=int(part.head_slots.sum()))
+        _check_equal("wrong_geometry", "least entries", expected=0, came=min(int(part.head_slots.min()), 0))
 
 
 def _check_place(record: pa.Buffer, row: IndexRow, parts: list[_Part]) -> None:
@@ -188,7 +199,12 @@ def _check_place(record: pa.Buffer, row: IndexRow, parts: list[_Part]) -> None:
 
 
 def _check_sums(part: _Part) -> None:
-    checksum = part_checksum(part.metadata, slot_positions=part.slot_positions, layer_sums=part.layer_sums)
+    checksum = part_checksum(
+        part.metadata,
+        slot_positions=part.slot_positions,
+        head_slots=part.head_slots,
+        layer_sums=part.layer_sums,
+    )
     index = part.metadata["part_index"]
     if checksum != part.checksum:
         raise _Rejected("damaged_metadata", f"metadata of part {index} does not match its checksum")
@@ -235,6 +251,9 @@ def _tensors(part: _Part) -> CompressedDocument:
         slot_positions=torch.from_numpy(part.slot_positions.astype(np.int64)),
         num_tokens=part.metadata["source_tokens"],
         ratio=part.metadata["ratio"],
+        head_slots=None
+        if part.head_slots is None
+        else torch.from_numpy(part.head_slots.astype(np.int64)).view(told["layers"], told["kv_heads"]),
     )
 
 

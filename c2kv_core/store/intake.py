@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from c2kv_core.document import CompressedDocument, StoredDocument
 from c2kv_core.errors import IdentityError, InputError, StoreError
 from c2kv_core.identity import Identity
+from c2kv_core.sidecar_config import SHARING
 from c2kv_core.store.failures import as_store_error
 from c2kv_core.store.index import is_storable
 from c2kv_core.store.names import bucket_of, check_doc_id, check_namespace
@@ -60,6 +61,7 @@ def _check_part(part: CompressedDocument, identity: Identity, where: str) -> Non
             raise IdentityError(
                 f"expected {name} of dtype {identity.slot_dtype} in {where}, got {dtype}: convert with .to()"
             )
+    _check_head_slots(part, identity, where)
     if part.ratio != identity.ratio:
         raise IdentityError(f"expected ratio {identity.ratio} in {where}, got {part.ratio}")
     positions = part.slot_positions
@@ -74,3 +76,24 @@ def _check_part(part: CompressedDocument, identity: Identity, where: str) -> Non
         raise InputError(f"expected finite keys and values in {where}, to be quantised")
     if part.num_tokens < 0:
         raise InputError(f"expected num_tokens of 0 or more in {where}, got {part.num_tokens}")
+
+
+def _check_head_slots(part: CompressedDocument, identity: Identity, where: str) -> None:
+    shares = identity.selection == SHARING
+    if (part.head_slots is not None) != shares:
+        raise IdentityError(
+            f"expected {'' if shares else 'no '}head_slots in {where}, as selection is {identity.selection!r}"
+        )
+    if part.head_slots is None:
+        return
+    geometry = identity.geometry
+    heads, entries = (
+        (geometry.layers, geometry.kv_heads),
+        geometry.layers * geometry.kv_heads * part.num_slots,
+    )
+    came = (tuple(part.head_slots.shape), int(part.head_slots.sum()))
+    if came != (heads, entries) or int(part.head_slots.min()) < 0:
+        raise IdentityError(
+            f"expected head_slots of shape (L, K) = {heads} with a sum of {entries} and none below 0 in {where}, "
+            f"got shape {came[0]} and sum {came[1]}"
+        )

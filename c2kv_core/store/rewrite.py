@@ -16,7 +16,7 @@ from c2kv_core.store.failures import as_store_error, first_line
 from c2kv_core.store.identities import Identities
 from c2kv_core.store.index import Index
 from c2kv_core.store.miss import Miss
-from c2kv_core.store.shard import FIRST_RECORD, TAIL_BYTES, records_end
+from c2kv_core.store.shard import FIRST_RECORD, SCHEMA_SLACK, TAIL_BYTES, records_end
 from c2kv_core.store.storage import FileRange, Storage, StoredFile, read_ranges
 from c2kv_core.store.writer import publish_shard
 
@@ -47,7 +47,7 @@ def find_dead(
         end = records_end(tail, size=file.size_bytes)
         # No reader needs the end of a shard. Where it is damaged, nobody knows what lies there: it is written anew.
         dead = (file.size_bytes if end is None else end) - FIRST_RECORD - live_bytes[file.path]
-        if dead > 0:
+        if dead > SCHEMA_SLACK:
             found.append(DeadBytes(shard=file.path, dead_bytes=dead, live_bytes=live_bytes[file.path]))
     return found
 

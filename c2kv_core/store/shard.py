@@ -6,12 +6,20 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from c2kv_core.store.checksum import digest
-from c2kv_core.store.record import RECORD_SCHEMA, RecordContent, encode_record, record_bytes_bound
+from c2kv_core.store.record import (
+    RECORD_SCHEMA,
+    SHARED_RECORD_SCHEMA,
+    RecordContent,
+    encode_record,
+    record_bytes_bound,
+)
 
 _MAGIC_BYTES = 8
 """``ARROW1`` and two zero bytes, before the schema message."""
 FIRST_RECORD: int = _MAGIC_BYTES + RECORD_SCHEMA.serialize().size
-"""Offset of a shard's first record."""
+"""Least offset of a shard's first record; that of every shard whose heads do not share slots out."""
+SCHEMA_SLACK: int = SHARED_RECORD_SCHEMA.serialize().size - RECORD_SCHEMA.serialize().size
+"""Bytes by which the first record of other shards lies further on; far fewer than any record has."""
 TAIL_BYTES = 10
 """A shard ends with its footer's length (int32) and ``ARROW1``."""
 _END_OF_STREAM_BYTES = 8
@@ -42,9 +50,10 @@ def build_shard(contents: Sequence[RecordContent]) -> tuple[pa.Buffer, list[Reco
     memory = pa.allocate_buffer(_bytes_bound(contents))
     sink = pa.FixedSizeBufferWriter(memory)
     spans: list[tuple[int, int, int]] = []
+    schema = contents[0].schema
     # The writer puts magic and schema into the file only when the first batch comes.
-    start = FIRST_RECORD
-    with pa.ipc.new_file(sink, RECORD_SCHEMA) as writer:
+    start = _MAGIC_BYTES + schema.serialize().size
+    with pa.ipc.new_file(sink, schema) as writer:
         for content in contents:
             encoded = encode_record(content, record_start=start)
             writer.write_batch(encoded.batch)
@@ -57,8 +66,9 @@ def build_shard(contents: Sequence[RecordContent]) -> tuple[pa.Buffer, list[Reco
 
 def _bytes_bound(contents: Sequence[RecordContent]) -> int:
     """Bytes that a shard of these takes at most."""
-    footer: int = _FOOTER_BYTES + RECORD_SCHEMA.serialize().size + _BLOCK_BYTES * len(contents)
-    return footer + FIRST_RECORD + sum(record_bytes_bound(content) for content in contents)
+    schema_bytes: int = contents[0].schema.serialize().size
+    footer = _FOOTER_BYTES + schema_bytes + _BLOCK_BYTES * len(contents)
+    return footer + _MAGIC_BYTES + schema_bytes + sum(record_bytes_bound(content) for content in contents)
 
 
 def _place(data: pa.Buffer, start: int, end: int, head_length: int) -> RecordPlace:

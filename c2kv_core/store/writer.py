@@ -46,10 +46,7 @@ def write_shard(
         )
         for document in documents
     ]
-    contents = [
-        content_of(document, fingerprint=identity.fingerprint, quantisation=identity.quantisation)
-        for document in documents
-    ]
+    contents = [content_of(document, identity=identity) for document in documents]
     return publish_shard(storage, contents, unplaced, identity=identity, run=run)
 
 

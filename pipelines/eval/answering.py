@@ -47,8 +47,6 @@ def answer_nll(
 ) -> float:
     """Teacher-forced: sum of -log p(token | all before it) over the answer's tokens, by their number."""
     fed = torch.tensor([[last_question_id, *answer_ids[:-1]]], device=model.device)
-    hidden = token_states(
-        model, fed, AppendCache(asked.cache), start=asked.next_position, past=asked.cache.num_entries
-    )
+    hidden = token_states(model, fed, AppendCache(asked.cache), start=asked.next_position)
     logits_TV = hf_adapter.logits(model, hidden[0]).float()
     return float(F.cross_entropy(logits_TV, torch.tensor(answer_ids, device=model.device)))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from c2kv_core import ComposedContext, hf_adapter
+from c2kv_core.cache import all_seen
 from c2kv_core.compose import check_positions
 from pipelines.train.prepare import Asked
 
@@ -94,8 +95,8 @@ class _Packed:
     ids_BT: Tensor
     positions_BT: Tensor
     """Each question starts where its ask's context ends."""
-    mask: Tensor
-    """(B, 1, T, S + T) bool: a token sees its own context and its own question up to itself."""
+    own: Tensor
+    """(B, 1, T, T) bool: a token sees its own question up to itself."""
 
 
 def _pack(model: PreTrainedModel, asks: Sequence[Ask]) -> _Packed:
@@ -108,16 +109,38 @@ def _pack(model: PreTrainedModel, asks: Sequence[Ask]) -> _Packed:
     # Padding is a question of its own, numbered 0; its positions stay within the model's.
     steps_BT = padded([p.steps for p in packed], device)
     numbers_BT = padded([p.numbers for p in packed], device)
-    past_B = torch.tensor([a.context.cache.num_entries for a in asks], device=device)
-    tokens = ids_BT.shape[1]
-    seen_BS = torch.arange(int(past_B.max()), device=device) < past_B[:, None]
-    past = seen_BS[:, None, None].expand(-1, 1, tokens, -1)
     same = (numbers_BT[:, :, None] == numbers_BT[:, None]).tril()[:, None]
     return _Packed(
         ids_BT=ids_BT,
         positions_BT=starts_B[:, None] + steps_BT,
-        mask=torch.cat([past, same], dim=-1),
+        own=same,
     )
+
+
+class _Masks:
+    """(B, 1 or K, T, S + T) bool of each layer: a token sees all entries of its own context."""
+
+    def __init__(self, asks: Sequence[Ask], own: Tensor) -> None:
+        self._asks, self._own = asks, own
+        self._differ = any(a.context.cache.seen is not None for a in asks)
+        # Layers differ only where heads do.
+        self._all = None if self._differ else self._made(0)
+
+    def of(self, layer: int) -> Tensor:
+        """Of a layer."""
+        return self._made(layer) if self._all is None else self._all
+
+    def _made(self, layer: int) -> Tensor:
+        each = []
+        for ask in self._asks:
+            cache = ask.context.cache
+            seen = all_seen(cache.keys[layer]) if cache.seen is None else cache.seen[layer]
+            each.append(seen if self._differ else seen[:1])
+        longest = max(x.shape[1] for x in each)
+        past_BKS = torch.stack([F.pad(x, (0, longest - x.shape[1])) for x in each])
+        tokens = self._own.shape[2]
+        past = past_BKS[:, :, None].expand(-1, -1, tokens, -1)
+        return torch.cat([past, self._own.expand(-1, past.shape[1], -1, -1)], dim=-1)
 
 
 def ask_states(model: PreTrainedModel, asks: Sequence[Ask], *, recompute: bool = False) -> Tensor:
@@ -129,19 +152,27 @@ def ask_states(model: PreTrainedModel, asks: Sequence[Ask], *, recompute: bool =
         recompute: keep no activations of a layer but its input; compute it again in the backward pass.
     """
     packed = _pack(model, asks)
+    masks = _Masks(asks, packed.own)
     angles = hf_adapter.rotation(model, packed.positions_BT)
     hidden = hf_adapter.embed(model, packed.ids_BT)
     for index, layer in enumerate(hf_adapter.decoder_layers(model)):
         keys, values = _entries(asks, index)
+        mask = hf_adapter.for_query_heads(layer.self_attn, masks.of(index))
 
-        def run(hidden: Tensor, keys: Tensor, values: Tensor, layer: hf_adapter.StockLayer = layer) -> Tensor:
+        def run(
+            hidden: Tensor,
+            keys: Tensor,
+            values: Tensor,
+            layer: hf_adapter.StockLayer = layer,
+            mask: Tensor | None = mask,
+        ) -> Tensor:
             return hf_adapter.run_layer(
                 layer,
                 hidden,
                 positions=packed.positions_BT,
                 angles=angles,
                 cache=_Past(keys, values),
-                mask=packed.mask,
+                mask=mask,
             )
 
         hidden = (

@@ -125,18 +125,19 @@ class TrainConfig(Config):
     residual: Literal["none", "embed_mean", "embed_last"] = "none"
     """Addition to the slots' first input: nothing (the paper), the mean normed embedding of the block (layer 0's
     projections), or the embedding of the block's last token."""
-    selection: Literal["none", "topk"] = "none"
+    selection: Literal["none", "topk", "heads"] = "none"
     """What keys and values of slots start from: their own projections (the paper), or for each head tokens of the
-    document, one a slot, chosen by a map that is fitted to what the base looks back at while it repeats documents."""
+    document, chosen by a map that is fitted to what the base looks back at while it repeats documents; of ``topk`` each
+    head gets one a slot, of ``heads`` one on average, and those that look back more get more."""
     selection_documents: int = Field(default=64, ge=1)
-    """Documents of the data that this map is fitted to, before the first step."""
+    """Documents of the data that map and shares are fitted to, before the first step."""
     rank: int | None = Field(default=None, ge=1)
     """Rank of the projections' deltas on the base's; null trains full projections, the paper's."""
     control: Literal["full", "none"] | None = None
     """Tune the base itself instead of a sidecar, by deltas of ``rank``, on the same rows with their documents in full
     or without them: what evaluations compare slots with. Passages, ratios and distillation do not apply."""
     init_sidecar: str | None = None
-    """Sidecar directory to start from; null starts from the base."""
+    """Sidecar directory to start from; null starts from the base. One of selection topk may go on as heads."""
 
     distillation: Distillation = Distillation()
     """From the full joint context; off is the paper."""

@@ -1,8 +1,9 @@
-"""The start of ``selection: topk``: which tokens heads look back at while the model repeats a document.
+"""The start of ``selection``: which tokens heads look back at while the model repeats a document.
 
 A document is read, then said again by the base; how much of a head's attention a token gets at most is what the token
 is worth to the head (KVzip, arXiv 2505.23416). A linear map from the token's normed state to the logarithm of that is
-fitted in closed form, so that extraction needs no second reading and this part no training.
+fitted in closed form, so that extraction needs no second reading and this part no training. With ``selection: heads``
+how many of the document's most wanted tokens are a head's says also how many slots it is worth.
 
 Shape legend: N tokens of a document, T tokens of its repetition, L layers, D hidden, K kv heads, G query heads a kv
 head, H head dim.
@@ -10,6 +11,7 @@ head, H head dim.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 from c2kv_core import hf_adapter
 from c2kv_core.cache import AppendCache
 from c2kv_core.errors import InputError
+from c2kv_core.head_slots import FRACTIONS
 from c2kv_core.text import ChatRenderer, document_parts
 from pipelines.train.folder import RunFolder
 from pipelines.train.setup import TrainingSetup
@@ -44,23 +47,28 @@ def start_selection(setup: TrainingSetup, world: World, folder: RunFolder) -> No
         TrainingError: the run folder cannot be written.
     """
     config = setup.config
-    if config.selection == "none" or config.control or config.init_sidecar:
+    if not setup.unfitted or config.control:
         return
     known = folder.storage.exists(FITTED) if world.leads else False
     if world.broadcast(int(known)):
-        weights = load(bytes(folder.storage.get(FITTED)))["weights"]
+        found = load(bytes(folder.storage.get(FITTED)))
+        fitted = FittedSelection(weights=found["weights"], shares=found["shares"])
     else:
         # Every worker computes: of a base that is spread over them, each has a part.
-        weights = fit_scores(setup.model, setup.preparer.renderer, fitting_documents(setup))
-        if not world.leads:
-            weights.zero_()
-        world.sum(weights)
+        fitted = fit_selection(setup.model, setup.preparer.renderer, fitting_documents(setup))
+        for tensor in (fitted.weights, fitted.shares):
+            if not world.leads:
+                tensor.zero_()
+            world.sum(tensor)
         if world.leads:
             with folder.writing():
-                folder.storage.put(FITTED, save({"weights": weights.cpu()}))
-    with torch.no_grad():
-        for layer, fitted in zip(setup.sidecar.layers, weights, strict=True):
-            layer["scores"].weight.copy_(fitted)  # type: ignore[index]
+                tensors = {"weights": fitted.weights.cpu(), "shares": fitted.shares.cpu()}
+                folder.storage.put(FITTED, save(tensors))
+    tensors = setup.sidecar.state_dict()
+    for index, (weights, shares) in enumerate(zip(fitted.weights, fitted.shares, strict=True)):
+        for name, value in (("weight", weights), ("shares", shares)):
+            if (full := f"layers.{index}.scores.{name}") in setup.unfitted:
+                tensors[full].copy_(value)
 
 
 def fitting_documents(setup: TrainingSetup) -> list[list[int]]:
@@ -81,9 +89,21 @@ def fitting_documents(setup: TrainingSetup) -> list[list[int]]:
     return drawn
 
 
+class FittedSelection(NamedTuple):
+    """What repetitions say of heads."""
+
+    weights: Tensor
+    """(L, K, D) float32 linear maps whose values order the tokens of a document as ``repetition_scores`` does."""
+    shares: Tensor
+    """(L, K, P) float32, as ``head_slots`` takes them: of all tokens of all heads the fraction with the most attention
+    is kept, and a head's share is how much of its tokens that is, a mean over documents."""
+
+
 @torch.no_grad()
-def fit_scores(model: PreTrainedModel, renderer: ChatRenderer, documents: Iterable[Sequence[int]]) -> Tensor:
-    """(L, K, D) float32 linear maps whose values order the tokens of a document as ``repetition_scores`` does.
+def fit_selection(
+    model: PreTrainedModel, renderer: ChatRenderer, documents: Iterable[Sequence[int]]
+) -> FittedSelection:
+    """Fit maps and shares.
 
     Ridge regression on states and logarithms centred in each document, as its tokens are compared with each other.
 
@@ -97,6 +117,7 @@ def fit_scores(model: PreTrainedModel, renderer: ChatRenderer, documents: Iterab
     """
     prompt = renderer.question_ids([{"role": "user", "content": PROMPT}])
     normal: list[Tensor] = []
+    shares: list[Tensor] = []
     for ids in documents:
         if len(ids) < SINK_TOKENS + 2:
             continue
@@ -107,11 +128,25 @@ def fit_scores(model: PreTrainedModel, renderer: ChatRenderer, documents: Iterab
             if layer == len(normal):
                 normal.append(torch.zeros_like(products))
             normal[layer] += products
+        shares.append(_shares(torch.stack(wanted)))
     if not normal:
         raise InputError(
             f"expected documents of {SINK_TOKENS + 2} tokens or more to fit the selection to, got none"
         )
-    return torch.stack([_solved(products) for products in normal])
+    return FittedSelection(
+        weights=torch.stack([_solved(products) for products in normal]),
+        shares=torch.stack(shares).mean(dim=0).float().contiguous(),
+    )
+
+
+def _shares(wanted_LKN: Tensor) -> Tensor:
+    """(L, K, P) of one document."""
+    descending = wanted_LKN.flatten().sort(descending=True).values
+    found = []
+    for fraction in FRACTIONS:
+        last = descending[max(int(fraction * len(descending)), 1) - 1]
+        found.append((wanted_LKN >= last).double().mean(dim=2))
+    return torch.stack(found, dim=-1)
 
 
 def repetition_scores(

@@ -15,6 +15,7 @@ from c2kv_core.digest import update_digest
 from c2kv_core.errors import ConfigError, SidecarError
 from c2kv_core.models import model_directory
 from c2kv_core.remote_sidecar import sidecar_directory
+from c2kv_core.sidecar import is_fitted
 from c2kv_core.text import ChatRenderer
 from pipelines.train.config import TrainConfig
 from pipelines.train.control_objective import ControlObjective
@@ -22,6 +23,9 @@ from pipelines.train.ingest import RowFile, open_rows
 from pipelines.train.objective import Objective
 from pipelines.train.prepare import Preparer
 from pipelines.train.stream import RowStream
+
+GAINS_SHARES = ("topk", "heads")
+"""Selections of a sidecar to start from, and of the run, that may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,8 @@ class TrainingSetup:
     config: TrainConfig
     model: PreTrainedModel
     sidecar: Sidecar
+    unfitted: frozenset[str]
+    """Tensors of the sidecar that are to be fitted before the first step."""
     files: list[RowFile]
     dev_files: list[RowFile]
     preparer: Preparer
@@ -70,7 +76,7 @@ def set_up(
     place = torch.device(device or config.device)
     model, tokenizer = load_base(config.model, dtype=config.dtype, device="cpu" if shard else place)
     renderer = ChatRenderer(tokenizer)
-    sidecar = _sidecar(config, model, tokenizer.eos_token_id)
+    sidecar, unfitted = _sidecar(config, model, tokenizer.eos_token_id)
     digest = _digest(model)
     if shard is not None:
         shard(model)
@@ -96,6 +102,7 @@ def set_up(
         config=config,
         model=model,
         sidecar=extractor.sidecar,
+        unfitted=unfitted,
         files=files,
         dev_files=dev_files,
         preparer=preparer,
@@ -133,13 +140,17 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _sidecar(config: TrainConfig, model: PreTrainedModel, eos_token_id: int | None) -> Sidecar:
+def _sidecar(
+    config: TrainConfig, model: PreTrainedModel, eos_token_id: int | None
+) -> tuple[Sidecar, frozenset[str]]:
+    """What the run starts from, and the names of its tensors that are still to be fitted."""
     weights = base_digest(model_directory(config.model))
     settings = config.sidecar_config(trained=True)
     if config.init_sidecar is None:
         # Low-rank projections start from random numbers; every worker draws the same.
         torch.manual_seed(config.seed)
-        return Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
+        made = Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
+        return made, frozenset(filter(is_fitted, made.state_dict()))
     loaded = Sidecar.load(sidecar_directory(config.init_sidecar))
     if loaded.header.base_digest not in ("", weights):
         raise SidecarError(
@@ -148,8 +159,9 @@ def _sidecar(config: TrainConfig, model: PreTrainedModel, eos_token_id: int | No
         )
     for name in ("rank", "overlap_tokens", "selection"):
         own, wanted = getattr(loaded.config, name), getattr(settings, name)
-        if own != wanted:
+        if own != wanted and (own, wanted) != GAINS_SHARES:
             raise SidecarError(f"{config.init_sidecar} has {name} {own}, the run {wanted}; give the same")
     fresh = Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
-    fresh.load_state_dict(loaded.state_dict())
-    return fresh
+    known = loaded.state_dict()
+    fresh.load_state_dict({**fresh.state_dict(), **known})
+    return fresh, frozenset(set(fresh.state_dict()) - set(known))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from c2kv_core import CompressedDocument, Extractor
 from c2kv_core.batching import length_batches
-from c2kv_core.extractor import SlotStates
+from c2kv_core.slot_stream import SlotStates
 from pipelines.train.prepare import Prepared
 
 View = list[CompressedDocument]

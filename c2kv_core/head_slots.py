@@ -1,0 +1,101 @@
+"""How the slots of a document are shared out among heads (``selection: heads``).
+
+Some heads look tokens up and need nearly all of them, most need few: with equal shares the first are starved. A
+document still has L x K x M entries, M slots a head on average, but a head gets as many as it is worth. The entries lie
+in the same (L, K, M, H) tensors, head after head; ``head_slots`` says where each head's begin. That heads are worth
+very different numbers of tokens, and that a fixed profile tells, is known from the eviction of caches (Ada-KV, arXiv
+2407.11550; DuoAttention, arXiv 2410.10819; KVzip, arXiv 2505.23416).
+
+Shape legend: L layers, K kv heads, M slots, P fractions, H head dim, D documents, S entries of a layer (padded),
+E entries.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+"""Kept fractions of all tokens of all heads for which the shares of heads are known; others lie between."""
+LEAST_SHARE = 1 / 16
+"""Of a head, of what it would have if all had the same."""
+_STEPS = 100
+"""Of the bisection; far beyond the precision of float64."""
+
+
+def head_slots(shares_LKP: Tensor, *, num_tokens: int, slots: int) -> Tensor:
+    """(L, K) int64 entries of each head, together L x K x M: as its share is, at least 1 and at most all tokens.
+
+    What heads that have all tokens leave goes to the others by their shares (water-filling). A function of its
+    arguments alone.
+
+    Args:
+        shares_LKP: what fraction of its tokens each head keeps when heads together keep each of ``FRACTIONS``.
+        num_tokens: of the document.
+        slots: M, at most ``num_tokens``.
+    """
+    fraction = slots / num_tokens
+    known = shares_LKP.detach().to("cpu", torch.float64).numpy()
+    shares = np.maximum(_between(known, fraction), LEAST_SHARE * fraction).ravel()
+    total = shares.size * slots
+    low, high = 0.0, float(num_tokens / shares.min())
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if (shares * middle).clip(1.0, num_tokens).sum() > total:
+            high = middle
+        else:
+            low = middle
+    exact = (shares * low).clip(1.0, num_tokens)
+    whole = np.floor(exact).astype(np.int64)
+    # What rounding down left over goes to the largest remainders; full heads have none, so nobody gets too many.
+    order = np.argsort(-np.where(whole < num_tokens, exact - whole, -1.0), kind="stable")
+    whole[order[: total - int(whole.sum())]] += 1
+    return torch.from_numpy(whole.reshape(known.shape[:2]))
+
+
+def padded_entries(head_slots_LK: Tensor) -> int:
+    """Entries a layer and head that a document takes in memory, a mean over layers, rounded up: in each layer all heads
+    take as many as the one that has most."""
+    return math.ceil(float(head_slots_LK.amax(dim=1).double().mean()))
+
+
+def _between(shares_LKP: NDArray[np.float64], fraction: float) -> NDArray[np.float64]:
+    """(L, K) at a fraction: linear in its logarithm between the two known ones around it, beyond them the last."""
+    place = -math.log2(min(max(fraction, FRACTIONS[-1]), FRACTIONS[0])) - 1
+    lower = min(int(place), len(FRACTIONS) - 2)
+    part = place - lower
+    made: NDArray[np.float64] = (1 - part) * shares_LKP[..., lower] + part * shares_LKP[..., lower + 1]
+    return made
+
+
+class HeadLayout:
+    """Where the entries of several documents stand in the padded tensors of a layer: each head's side by side."""
+
+    def __init__(self, counts: Sequence[Tensor]) -> None:
+        """(L, K) entries of each document's heads."""
+        self._counts_DLK: NDArray[np.int64] = np.stack([c.numpy() for c in counts])
+        ends = self._counts_DLK.sum(axis=2).cumsum(axis=1)
+        self._ends_DL = np.concatenate([np.zeros_like(ends[:, :1]), ends], axis=1)
+
+    def span(self, document: int, layer: int) -> slice:
+        """Places of a layer's entries among all of a document."""
+        ends = self._ends_DL[document]
+        return slice(int(ends[layer]), int(ends[layer + 1]))
+
+    def padded_entries(self, layer: int) -> int:
+        """S: the most that a head of the layer has."""
+        return int(self._counts_DLK[:, layer].sum(axis=0).max())
+
+    def places(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(K, S) places among the layer's entries of all documents, one document after the other, and (K, S) bool
+        which of them are there; the others repeat the first."""
+        counts_DK = self._counts_DLK[:, layer]
+        documents, heads = counts_DK.shape
+        head_E = np.repeat(np.tile(np.arange(heads), documents), counts_DK.ravel())
+        there = np.arange(self.padded_entries(layer)) < counts_DK.sum(axis=0)[:, None]
+        places = np.zeros(there.shape, dtype=np.int64)
+        places[there] = head_E.argsort(kind="stable")
+        return torch.from_numpy(places), torch.from_numpy(there)
