@@ -94,7 +94,8 @@ class HeadLayout:
         which of them are there; the others repeat the first."""
         counts_DK = self._counts_DLK[:, layer]
         documents, heads = counts_DK.shape
-        head_E = np.repeat(np.tile(np.arange(heads), documents), counts_DK.ravel())
+        # Of 16 bits: numpy sorts these by radix, in linear time.
+        head_E = np.repeat(np.tile(np.arange(heads, dtype=np.uint16), documents), counts_DK.ravel())
         there = np.arange(self.padded_entries(layer)) < counts_DK.sum(axis=0)[:, None]
         places = np.zeros(there.shape, dtype=np.int64)
         places[there] = head_E.argsort(kind="stable")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from c2kv_core import Sidecar
 from c2kv_core.errors import InputError, SidecarError
+from c2kv_core.head_slots import FRACTIONS
 from c2kv_core.text import ChatRenderer
 from pipelines.train.folder import RunFolder
 from pipelines.train.loop import Progress
@@ -75,16 +76,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def test_a_run_fits_once_keeps_the_map_and_exports_it(tmp_path: Path, model_dir: Path) -> None:
-    settings = {"selection": "topk", "residual": "embed_last", "rank": 4, "weight_decay": 0.5}
+@pytest.mark.parametrize("selection", ["topk", "heads"])
+def test_a_run_fits_once_keeps_the_map_and_exports_it(
+    tmp_path: Path, model_dir: Path, selection: str
+) -> None:
+    settings = {"selection": selection, "residual": "embed_last", "rank": 4, "weight_decay": 0.5}
     whole = train_config(tmp_path, model_dir, run="whole", **settings)
     train(whole)
-    fitted = load_file(Path(RunFolder(whole).location) / FITTED)["weights"]
-    assert float(fitted.abs().min(dim=-1).values.max()) > 0
+    fitted = load_file(Path(RunFolder(whole).location) / FITTED)
+    assert float(fitted["weights"].abs().min(dim=-1).values.max()) > 0
     sidecar = Sidecar.load(Path(RunFolder(whole).location) / "sidecar")
-    assert sidecar.config.selection == "topk"
-    for layer, wanted in zip(sidecar.layers, fitted, strict=True):
-        assert torch.equal(layer["scores"].weight, wanted.to(torch.bfloat16))
+    assert sidecar.config.selection == selection
+    for index, layer in enumerate(sidecar.layers):
+        assert torch.equal(layer["scores"].weight, fitted["weights"][index].to(torch.bfloat16))
+        if selection == "heads":
+            assert torch.equal(layer["scores"].shares, fitted["shares"][index].to(torch.bfloat16))
 
     cut = train_config(tmp_path, model_dir, run="cut", **settings)
     stopped = RuntimeError("stopped")
@@ -102,7 +108,7 @@ def test_a_run_fits_once_keeps_the_map_and_exports_it(tmp_path: Path, model_dir:
     assert losses(cut) == losses(whole)
 
     other = {**settings, "selection": "none", "init_sidecar": str(file.parent / "sidecar")}
-    with pytest.raises(SidecarError, match="has selection topk, the run none; give the same"):
+    with pytest.raises(SidecarError, match=f"has selection {selection}, the run none; give the same"):
         train(train_config(tmp_path, model_dir, run="other", **other))
     again = train_config(
         tmp_path, model_dir, run="again", **{**settings, "init_sidecar": str(file.parent / "sidecar")}
@@ -111,13 +117,59 @@ def test_a_run_fits_once_keeps_the_map_and_exports_it(tmp_path: Path, model_dir:
     assert not RunFolder(again).storage.exists(FITTED), "what it starts from has a map"
 
 
+def test_a_sidecar_of_equal_heads_goes_on_with_shares_and_keeps_its_map(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    equal = train_config(tmp_path, model_dir, run="equal", selection="topk", rank=4)
+    train(equal)
+    start = Path(RunFolder(equal).location) / "sidecar"
+    further = train_config(
+        tmp_path, model_dir, run="further", selection="heads", rank=4, init_sidecar=str(start)
+    )
+    train(further)
+    fitted = load_file(Path(RunFolder(further).location) / FITTED)
+    before, after = Sidecar.load(start), Sidecar.load(Path(RunFolder(further).location) / "sidecar")
+    assert torch.equal(after.shares(), fitted["shares"].to(torch.bfloat16))
+    for old, new in zip(before.layers, after.layers, strict=True):
+        assert torch.equal(old["scores"].weight, new["scores"].weight)
+    backwards = train_config(
+        tmp_path,
+        model_dir,
+        run="backwards",
+        selection="topk",
+        rank=4,
+        init_sidecar=str(Path(RunFolder(further).location) / "sidecar"),
+    )
+    with pytest.raises(SidecarError, match="has selection heads, the run topk; give the same"):
+        train(backwards)
+
+
+def test_shares_count_the_tokens_of_each_head_among_the_most_wanted_of_all() -> None:
+    model, renderer = new_tiny_model(), ChatRenderer(tiny_tokenizer())
+    ids = documents([37, 60])
+    fitted = fit_selection(model, renderer, ids)
+    prompt = renderer.question_ids([{"role": "user", "content": PROMPT}])
+    wanted = []
+    for one in ids:
+        with torch.no_grad():
+            _, scores = repetition_scores(model, prompt, one)
+        every = sorted((float(x) for layer in scores for x in layer.flatten()), reverse=True)
+        least = every[len(every) // 8 - 1]
+        wanted.append(
+            [[sum(float(x) >= least for x in head) / len(one) for head in layer] for layer in scores]
+        )
+    assert_near(fitted.shares[..., FRACTIONS.index(1 / 8)], torch.tensor(wanted).mean(dim=0))
+    assert float(fitted.shares[..., FRACTIONS.index(1 / 2)].mean()) == pytest.approx(0.5, abs=0.02)
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("shard_base", [False, True])
 def test_workers_share_one_map(ray_cluster: None, tmp_path: Path, model_dir: Path, shard_base: bool) -> None:
-    alone = train_config(tmp_path, model_dir, run="alone", selection="topk", rank=4)
+    alone = train_config(tmp_path, model_dir, run="alone", selection="heads", rank=4)
     shared = alone.model_copy(update={"run": "shared", "num_workers": 2, "shard_base": shard_base})
     train(alone)
     train(shared)
-    weights = [load_file(Path(RunFolder(c).location) / FITTED)["weights"] for c in (alone, shared)]
-    assert_near(weights[1], weights[0], 1e-4)
+    fitted = [load_file(Path(RunFolder(c).location) / FITTED) for c in (alone, shared)]
+    for name in ("weights", "shares"):
+        assert_near(fitted[1][name], fitted[0][name], 1e-4)
     assert losses(shared) == pytest.approx(losses(alone), rel=1e-4)

@@ -13,13 +13,24 @@ import pytest
 from c2kv_core.generate import generate
 from c2kv_core.sampling import SamplingParams
 from serve_app.caller import Caller
-from serve_app.jobs import Turns, Work
+from serve_app.jobs import Step, Turns, Work
 from serve_app.loading import load_service
 from serve_app.protocol import ChatRequest
 from serve_app.service import ChatService
-from tests.serve_support import QUESTION, Answer, Reference, World, ask, ask_body, collect
+from tests.serve_support import QUESTION, Answer, Reference, World, ask, ask_body, collect, make_world
 
 pytest_plugins = ["tests.serve_support"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["equal-heads", "shared-heads"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Answers are the same calls' whether heads have equal numbers of entries or share them out."""
+    return make_world(tmp_path_factory.mktemp("world"), shared_heads=request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(world: World) -> Reference:
+    return Reference(world=world)
 
 
 @pytest.mark.parametrize(
@@ -215,3 +226,27 @@ def test_tenants_do_not_share_prefilled_system_messages(service: ChatService) ->
     for namespace, held in (("a", 1), ("a", 1), ("b", 2)):
         asyncio.run(one(namespace))
         assert len(service._shared.prefixes) == held
+
+
+@pytest.mark.parametrize("documents", [["long"], ["oak", "birch", {"text": "An elm is a tree. " * 40}]])
+def test_a_cache_takes_no_more_memory_than_the_engine_counts(
+    service: ChatService, documents: list[str | dict[str, Any]]
+) -> None:
+    engine: Any = service._engine
+    counted, taken = [], []
+    real = engine._turns
+
+    def watching(work: Work) -> Turns:
+        counted.append(engine._size_bytes(work))
+        told, logits = real(work), None
+        with suppress(StopIteration):
+            while True:
+                turn = told.send(logits)
+                if isinstance(turn, Step):
+                    cache = turn.decoder.cache
+                    taken.append(sum(x.nbytes for x in (*cache._keys, *cache._values)))
+                logits = yield turn
+
+    engine._turns = watching
+    assert ask(service, documents).end
+    assert 0.5 * counted[0] < max(taken) <= counted[0]

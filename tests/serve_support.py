@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from c2kv_core import load_base
 from c2kv_core.compose import ComposedContext, compose, prefill
 from c2kv_core.compressor import Compressor
 from c2kv_core.document import SourceDocument
@@ -26,6 +28,7 @@ from serve_app.launch import Running, start
 from serve_app.loading import load_service
 from serve_app.request_body import parse_request
 from serve_app.service import ChatService
+from tests.core_head_slots import shared_sidecar
 from tests.tiny_models import save_tiny_model
 
 RATIO = 4
@@ -48,6 +51,7 @@ class World:
 
     model: str
     store: str
+    sidecar: str | None = None
 
     def config(self, **changes: Any) -> ServeConfig:
         """A configuration that serves it."""
@@ -55,6 +59,7 @@ class World:
             "model": self.model,
             "served_model_name": "tiny",
             "store": self.store,
+            "sidecar": self.sidecar,
             "ratio": RATIO,
             "index_refresh_s": 0,
             "default_max_new_tokens": 8,
@@ -71,10 +76,15 @@ class World:
         return KVStore.open(self.store, identity=self.compressor.identities[RATIO])
 
 
-def make_world(folder: Path) -> World:
-    """Save a tiny model, compress ``DOCUMENTS`` and store them."""
+def make_world(folder: Path, *, shared_heads: bool = False) -> World:
+    """Save a tiny model, compress ``DOCUMENTS`` and store them; untrained, or with heads that share slots out."""
     model = save_tiny_model(folder / "model")
-    world = World(model=str(model), store=str(folder / "store"))
+    sidecar = folder / "sidecar" if shared_heads else None
+    if sidecar is not None:
+        shared_sidecar(load_base(str(model), dtype=torch.float32)[0]).save(sidecar)
+    world = World(
+        model=str(model), store=str(folder / "store"), sidecar=None if sidecar is None else str(sidecar)
+    )
     identity = world.compressor.identities[RATIO]
     store = KVStore.open(world.store, identity=identity, create=True)
     put_documents(world, store, DOCUMENTS.values())
