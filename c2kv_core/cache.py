@@ -1,19 +1,19 @@
 """Two caches: one that grows by concatenation (prefill, training), one that is filled in place (decode).
 
-Heads may have different numbers of entries: the entries of a layer are then padded to those of the head that has most,
-and ``seen`` says which are there. Layers may differ as well.
+Heads may have different numbers of entries: a context pads those of a layer to the head that has most, and ``seen``
+says which are there. Layers may differ as well.
 
-Shape legend: B batch (1 unless training), K kv heads, S entries of a layer (padded), T new entries, H head dim,
-L layers.
+Shape legend: B batch (1 unless training), K kv heads, Q query heads, S entries of a layer (padded), T new entries,
+H head dim, L layers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,11 @@ class ContextCache:
     def nbytes(self) -> int:
         """Bytes of keys and values, padding included."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def layers(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Keys, values and ``seen``, layer by layer."""
+        seen = self.seen or (None,) * len(self.keys)
+        return zip(self.keys, self.values, seen, strict=True)
 
     def followed_by(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], seen: Sequence[Tensor] | None
@@ -86,9 +91,11 @@ class AppendCache:
         keys = self._keys[layer] if layer < len(self._keys) else None
         past = 0 if keys is None else int(keys.shape[2])
         if self._seen is None:
-            return self._causal.mask(past, tokens, device)
+            if past == 0 or tokens == 1:
+                return None
+            return self._causal.mask(past, tokens, device)[None, None]
         past_KTS = self._seen[layer][:, None].expand(-1, tokens, -1)
-        own_KTT = self._causal.own(tokens, device).expand(past_KTS.shape[0], -1, -1)
+        own_KTT = self._causal.mask(0, tokens, device).expand(past_KTS.shape[0], -1, -1)
         return torch.cat([past_KTS, own_KTT], dim=2)[None]
 
     def frozen(self) -> ContextCache:
@@ -98,108 +105,133 @@ class AppendCache:
         return ContextCache(keys=keys, values=values, seen=None if self._seen is None else tuple(self._seen))
 
 
+@dataclass(kw_only=True)
+class _Group:
+    """Heads of a layer that have equally many entries."""
+
+    heads: slice
+    keys: Tensor
+    """(1, K of the group, capacity, H)."""
+    values: Tensor
+    used: int
+    committed: int
+
+    def put(self, keys: Tensor, values: Tensor) -> None:
+        end = self.used + keys.shape[2]
+        self.keys[:, :, self.used : end] = keys
+        self.values[:, :, self.used : end] = values
+        self.used = end
+
+    def with_capacity(self, capacity: int) -> "_Group":
+        """The same entries in memory of their own."""
+        grown = [_with_room(x[:, :, : self.used], capacity) for x in (self.keys, self.values)]
+        return replace(self, keys=grown[0], values=grown[1])
+
+
 class DecodeCache:
-    """A copy of a context with room for ``extra_tokens`` more entries, filled in place.
+    """A copy of a context with room for ``extra_tokens`` more entries, filled in place; nothing in it is padded.
 
-    Entries of which heads have different numbers take room of their own beside it.
-
-    What was put in since the last ``commit`` can be dropped again.
+    Heads with different numbers of entries have tensors of their own. What was put in since the last ``commit`` can be
+    dropped again.
     """
 
     def __init__(self, context: ContextCache, *, extra_tokens: int) -> None:
         self._extra_tokens = extra_tokens
-        self._used = [int(k.shape[2]) for k in context.keys]
-        self._committed = list(self._used)
-        self._keys = [_with_room(k, k.shape[2] + extra_tokens) for k in context.keys]
-        self._values = [_with_room(v, v.shape[2] + extra_tokens) for v in context.values]
-        self._hidden = (
-            None if context.seen is None else [self._hide(i, seen) for i, seen in enumerate(context.seen)]
-        )
-        # Numbers to add, once a step: attention would otherwise make them of a bool mask in every layer.
+        self._layers = [
+            [
+                _Group(
+                    heads=slice(0, int(keys.shape[1])),
+                    keys=_with_room(keys[:, :, :0], (keys.shape[2] if seen is None else 0) + extra_tokens),
+                    values=_with_room(
+                        values[:, :, :0], (keys.shape[2] if seen is None else 0) + extra_tokens
+                    ),
+                    used=0,
+                    committed=0,
+                )
+            ]
+            for keys, values, seen in context.layers()
+        ]
+        for index, (keys, values, seen) in enumerate(context.layers()):
+            self.place(keys, values, seen, index)
+        self.commit()
         self._causal = _Causal(context.keys[0].dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, room included."""
+        return sum(g.keys.nbytes + g.values.nbytes for layer in self._layers for g in layer)
 
     def commit(self) -> None:
         """Keep what is there."""
-        self._committed = list(self._used)
+        for layer in self._layers:
+            for group in layer:
+                group.committed = group.used
 
     def rewind(self) -> None:
         """Drop, in every layer, what came since the last ``commit``."""
-        self._used = list(self._committed)
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, **extra: Any) -> tuple[Tensor, Tensor]:
-        """See ``hf_adapter.LayerCache``; the tensors returned are views."""
-        start = self._used[layer]
-        end = start + keys.shape[2]
-        self._keys[layer][:, :, start:end] = keys
-        self._values[layer][:, :, start:end] = values
-        if self._hidden is not None:
-            self._hidden[layer][:, start:end] = 0
-        self._used[layer] = end
-        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+        for layer in self._layers:
+            for group in layer:
+                group.used = group.committed
 
     def place(self, keys: Tensor, values: Tensor, seen: Tensor | None, layer: int) -> None:
-        """Put entries in of which heads have different numbers: ``seen`` (K, S)."""
-        if seen is not None and self._hidden is None:
-            self._hidden = [
-                self._hide(index, all_seen(k[:, :, :used]))
-                for index, (k, used) in enumerate(zip(self._keys, self._used, strict=True))
+        """Put in entries (1, K, S, H) of which heads have those that ``seen`` (K, S) says; None: all.
+
+        Room for entries of which heads have different numbers is made here, beside that for ``extra_tokens``.
+        """
+        if seen is not None:
+            self._layers[layer] = [
+                _Group(
+                    heads=slice(head, head + 1),
+                    keys=group.keys[:, head - group.heads.start][:, None],
+                    values=group.values[:, head - group.heads.start][:, None],
+                    used=group.used,
+                    committed=group.committed,
+                ).with_capacity(group.used + int(seen[head].sum()) + self._extra_tokens)
+                for group in self._layers[layer]
+                for head in range(group.heads.start, group.heads.stop)
             ]
-        start = self._used[layer]
-        if seen is not None:
-            self._make_room(layer, start + keys.shape[2] + self._extra_tokens)
-        self.update(keys, values, layer)
-        if seen is not None:
-            assert self._hidden is not None
-            self._hidden[layer][:, start : self._used[layer]].masked_fill_(~seen, float("-inf"))
+        for group in self._layers[layer]:
+            own_k, own_v = keys[:, group.heads], values[:, group.heads]
+            if seen is not None:
+                own_k, own_v = (x[:, :, seen[group.heads.start]] for x in (own_k, own_v))
+            group.put(own_k, own_v)
 
-    def mask(self, layer: int, tokens: int, *, device: torch.device) -> Tensor | None:
-        """See ``hf_adapter.MaskedCache``; added to scores where heads differ."""
-        past = self._used[layer]
-        if self._hidden is None:
-            return self._causal.mask(past, tokens, device)
-        hidden = self._hidden[layer]
-        hidden[:, past : past + tokens] = 0
-        past_KTS = hidden[:, None, : past + tokens].expand(-1, tokens, -1)
-        if tokens == 1:
-            return past_KTS[None]
-        return (past_KTS + pad(self._causal.own(tokens, device), (past, 0)))[None]
-
-    def _hide(self, layer: int, seen: Tensor) -> Tensor:
-        """(K, capacity) to add to scores: -inf where a head has no entry."""
-        keys = self._keys[layer]
-        hidden = keys.new_zeros(keys.shape[1], keys.shape[2])
-        hidden[:, : seen.shape[1]].masked_fill_(~seen, float("-inf"))
-        return hidden
-
-    def _make_room(self, layer: int, capacity: int) -> None:
-        if capacity <= self._keys[layer].shape[2]:
-            return
-        self._keys[layer] = _with_room(self._keys[layer], capacity)
-        self._values[layer] = _with_room(self._values[layer], capacity)
-        if self._hidden is not None:
-            old = self._hidden[layer]
-            self._hidden[layer] = pad(old, (0, capacity - old.shape[1]))
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, *, scale: float) -> Tensor:
+        """Put in T new entries (1, K, T, H) and read with their queries (1, Q, T, H), which see all entries and each
+        other causally: (1, Q, T, H)."""
+        tokens = queries.shape[2]
+        per_head = queries.shape[1] // keys.shape[1]
+        groups = self._layers[layer]
+        longest = max(group.used for group in groups)
+        mask = self._causal.mask(longest, tokens, queries.device) if tokens > 1 else None
+        read = []
+        for group in groups:
+            group.put(keys[:, group.heads], values[:, group.heads])
+            own = slice(group.heads.start * per_head, group.heads.stop * per_head)
+            read.append(
+                scaled_dot_product_attention(
+                    queries[:, own],
+                    group.keys[:, :, : group.used],
+                    group.values[:, :, : group.used],
+                    # Of heads with fewer entries the end: the new tokens stand last in all.
+                    attn_mask=None if mask is None else mask[:, longest + tokens - group.used :],
+                    scale=scale,
+                    enable_gqa=True,
+                )
+            )
+        return read[0] if len(read) == 1 else torch.cat(read, dim=1)
 
 
 class _Causal:
-    """Masks of tokens that see each other causally. The last is kept: all layers of a pass ask for the same."""
+    """Masks of tokens that see each other causally. The last one is kept, as most layers of a pass ask for the same."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Bool, or a floating dtype for numbers to add to scores."""
         self._dtype = dtype
         self._mask: tuple[tuple[int, int], Tensor] | None = None
 
-    def mask(self, past: int, tokens: int, device: torch.device) -> Tensor | None:
-        """(1, 1, T, past + T) over entries that all see; None where stock layers need none."""
-        if past == 0 or tokens == 1:
-            return None
-        return self._made(past, tokens, device)[None, None]
-
-    def own(self, tokens: int, device: torch.device) -> Tensor:
-        """(T, T)."""
-        return self._made(0, tokens, device)
-
-    def _made(self, past: int, tokens: int, device: torch.device) -> Tensor:
+    def mask(self, past: int, tokens: int, device: torch.device) -> Tensor:
+        """(T, past + T): all see the first entries."""
         if self._mask is None or self._mask[0] != (past, tokens):
             mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)
             if self._dtype != torch.bool:

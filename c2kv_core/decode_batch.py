@@ -11,28 +11,30 @@ answer, H head dim, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
-from c2kv_core.generate import Decoder
+
+if TYPE_CHECKING:
+    from c2kv_core.generate import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
     """One answer's part of a step."""
 
-    decoder: Decoder
+    decoder: "Decoder"
     tokens: slice
     """Its places among all tokens."""
 
 
 @torch.no_grad()
 def step_together(
-    model: PreTrainedModel, decoders: Sequence[Decoder], ids: Sequence[Sequence[int]]
+    model: PreTrainedModel, decoders: Sequence["Decoder"], ids: Sequence[Sequence[int]]
 ) -> Tensor:
     """Logits (B, V) of the token after the last of ``ids[i]`` in answer i.
 
@@ -63,7 +65,7 @@ def step_together(
     return logits_BV
 
 
-def _shares(decoders: Sequence[Decoder], ids: Sequence[Sequence[int]]) -> list[_Share]:
+def _shares(decoders: Sequence["Decoder"], ids: Sequence[Sequence[int]]) -> list[_Share]:
     shares = []
     start = 0
     for decoder, some in zip(decoders, ids, strict=True):
@@ -87,20 +89,13 @@ def _layer(
     scale = hf_adapter.attention_scale(attention)
     attended = []
     for share in shares:
-        count = share.tokens.stop - share.tokens.start
-        mask = share.decoder.cache.mask(index, count, device=q_1QNH.device)
-        keys_1KSH, values_1KSH = share.decoder.cache.update(
-            k_1KNH[:, :, share.tokens], v_1KNH[:, :, share.tokens], index
-        )
         attended.append(
-            scaled_dot_product_attention(
+            share.decoder.cache.attend(
                 q_1QNH[:, :, share.tokens],
-                keys_1KSH,
-                values_1KSH,
-                attn_mask=hf_adapter.for_query_heads(attention, mask),
-                is_causal=mask is None and count > 1,
+                k_1KNH[:, :, share.tokens],
+                v_1KNH[:, :, share.tokens],
+                index,
                 scale=scale,
-                enable_gqa=True,
             )
         )
     attended_1NQH = torch.cat(attended, dim=2).transpose(1, 2)

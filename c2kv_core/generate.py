@@ -14,8 +14,8 @@ from c2kv_core.compose import (
     check_ids,
     check_positions,
     rotated_layers,
-    token_states,
 )
+from c2kv_core.decode_batch import step_together
 from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import InputError
 from c2kv_core.sampling import Sampler, SamplingParams
@@ -92,15 +92,13 @@ class Decoder:
     @torch.no_grad()
     def prefill_question(self) -> Tensor:
         """Logits (vocabulary,) of the first answer token."""
-        hidden_TD = torch.empty(0)
-        for chunk in self.question_chunks:
-            hidden_TD = self._feed(chunk)
-        return hf_adapter.logits(self._model, hidden_TD[-1])
+        *_, logits_V = [step_together(self._model, [self], [chunk])[0] for chunk in self.question_chunks]
+        return logits_V
 
     @torch.no_grad()
     def step(self, token: int) -> Tensor:
         """Logits (vocabulary,) of the token after ``token``."""
-        return hf_adapter.logits(self._model, self._feed([token])[-1])
+        return step_together(self._model, [self], [[token]])[0]
 
     def advance(self, tokens: int) -> None:
         """Count tokens whose keys and values have been put into ``cache``."""
@@ -110,13 +108,6 @@ class Decoder:
     def rewind(self) -> None:
         """Drop from ``cache`` what a step that failed has left there, uncounted by ``advance``."""
         self.cache.rewind()
-
-    def _feed(self, ids: Sequence[int]) -> Tensor:
-        self.rewind()
-        ids_BT = torch.as_tensor(ids, dtype=torch.int64, device=self._model.device)[None]
-        hidden_BTD = token_states(self._model, ids_BT, self.cache, start=self.position)
-        self.advance(len(ids))
-        return hidden_BTD[0]
 
 
 def generate(

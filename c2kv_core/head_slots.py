@@ -56,12 +56,6 @@ def head_slots(shares_LKP: Tensor, *, num_tokens: int, slots: int) -> Tensor:
     return torch.from_numpy(whole.reshape(known.shape[:2]))
 
 
-def padded_entries(head_slots_LK: Tensor) -> int:
-    """Entries a layer and head that a document takes in memory, a mean over layers, rounded up: in each layer all heads
-    take as many as the one that has most."""
-    return math.ceil(float(head_slots_LK.amax(dim=1).double().mean()))
-
-
 def _between(shares_LKP: NDArray[np.float64], fraction: float) -> NDArray[np.float64]:
     """(L, K) at a fraction: linear in its logarithm between the two known ones around it, beyond them the last."""
     place = -math.log2(min(max(fraction, FRACTIONS[-1]), FRACTIONS[0])) - 1

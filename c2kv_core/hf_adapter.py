@@ -37,7 +37,7 @@ class MaskedCache(LayerCache, Protocol):
 
     def mask(self, layer: int, tokens: int, *, device: torch.device) -> Tensor | None:
         """What T new tokens, which see all entries of a layer and each other causally, see, to be asked before
-        ``update``: (1, 1 or K, T, S + T) bool, or as numbers added to scores; None where stock layers need none."""
+        ``update``: (1, 1 or K, T, S + T) bool; None where stock layers need none."""
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Answerer:
         if isinstance(job, Compression):
             slots = sum(slot_count(len(ids), self._ratio) for ids in job.part_ids)
             return (slots + max(map(len, job.part_ids))) * self._contexts.token_bytes
-        entries = len(job.prefix_ids) + sum(self._contexts.entries(d.work) for d in job.documents)
+        entries = len(job.prefix_ids) + sum(d.work.entries(self._ratio) for d in job.documents)
         own = len(job.question_ids) + job.max_new_tokens
         return (entries + own) * self._contexts.token_bytes
 

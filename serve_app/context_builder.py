@@ -11,9 +11,7 @@ from c2kv_core.compose import PREFILL_CHUNK_TOKENS, ComposedContext, prefill
 from c2kv_core.compressor import Compressor
 from c2kv_core.document import CompressedDocument
 from c2kv_core.generate import Decoder
-from c2kv_core.head_slots import head_slots, padded_entries
 from c2kv_core.sidecar_config import SHARING
-from c2kv_core.slots import slot_count
 from serve_app.answers import DocumentReport
 from serve_app.byte_lru import ByteLru
 from serve_app.cost_gate import CostGate
@@ -67,25 +65,12 @@ class ContextBuilder:
         self._prefixes = prefixes
         self._shares = compressor.sidecar.config.selection == SHARING
 
-    def entries(self, work: DocumentWork) -> int:
-        """Keys and values a layer and head that a document takes in an answer's cache at most."""
-        match work:
-            case Slots(parts=parts) if parts[0].head_slots is not None:
-                return sum(padded_entries(p.head_slots) for p in parts if p.head_slots is not None)
-            case Extraction(part_ids=part_ids) if self._shares:
-                return sum(self._padded_entries(len(ids)) for ids in part_ids)
-        return work.entries(self._ratio)
-
     def _reserved_entries(self, work: DocumentWork) -> int:
         """Room that the cache must have for a document before it is placed."""
-        # Slots that heads share out make their own room, in each layer as much as they need there.
+        # Slots that heads share out make their own room, for each head as much as it needs.
         if self._shares and not isinstance(work, OrdinaryText):
             return 0
         return work.entries(self._ratio)
-
-    def _padded_entries(self, tokens: int) -> int:
-        slots = slot_count(tokens, self._ratio)
-        return padded_entries(head_slots(self._compressor.sidecar.shares(), num_tokens=tokens, slots=slots))
 
     def build(self, job: Job) -> Steps:
         """Prefix first, then each document behind the ones before it, in the one cache that the answer uses."""

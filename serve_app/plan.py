@@ -30,7 +30,7 @@ class Slots:
         return sum(part.num_tokens for part in self.parts)
 
     def entries(self, ratio: int) -> int:
-        """Keys and values a layer and head, or a mean of them where these differ."""
+        """Keys and values a layer and head that it takes in a context, a mean where heads differ."""
         return sum(part.num_slots for part in self.parts)
 
 

@@ -16,7 +16,7 @@ from c2kv_core.compose import token_states
 from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import SidecarError
 from c2kv_core.extractor import Extractor
-from c2kv_core.head_slots import FRACTIONS, HeadLayout, head_slots, padded_entries
+from c2kv_core.head_slots import FRACTIONS, HeadLayout, head_slots
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SidecarConfig
 from pipelines.eval.methods.reuse import token_documents
@@ -111,7 +111,6 @@ def test_a_layer_is_laid_out_head_after_head_documents_in_order() -> None:
     assert places[there].tolist() == [0, 4, 5, 1, 2, 3, 6, 7]
     assert there.sum(dim=1).tolist() == [3, 5]
     assert layout.padded_entries(1) == 5
-    assert padded_entries(torch.tensor([[2, 1], [1, 4]])) == 3
 
 
 # ---------------------------------------------------------------- which, and what is added

@@ -243,10 +243,9 @@ def test_a_cache_takes_no_more_memory_than_the_engine_counts(
             while True:
                 turn = told.send(logits)
                 if isinstance(turn, Step):
-                    cache = turn.decoder.cache
-                    taken.append(sum(x.nbytes for x in (*cache._keys, *cache._values)))
+                    taken.append(turn.decoder.cache.nbytes)
                 logits = yield turn
 
     engine._turns = watching
     assert ask(service, documents).end
-    assert 0.5 * counted[0] < max(taken) <= counted[0]
+    assert 0.9 * counted[0] < max(taken) <= counted[0]
