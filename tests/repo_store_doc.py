@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from c2kv_core.store.index import INDEX_SCHEMA
-from c2kv_core.store.record import RECORD_SCHEMA, layer_bytes
+from c2kv_core.store.record import SHARED_RECORD_SCHEMA, layer_bytes
 from c2kv_core.store.s3_storage import PART_BYTES
 
 TEXT = (Path(__file__).parent.parent / "docs" / "store.md").read_text()
@@ -38,7 +38,7 @@ def test_there_is_a_row_for_each_codec_and_ratio() -> None:
 
 
 def test_every_column_is_named() -> None:
-    missing = [name for name in {*INDEX_SCHEMA.names, *RECORD_SCHEMA.names} if name not in TEXT]
+    missing = [name for name in {*INDEX_SCHEMA.names, *SHARED_RECORD_SCHEMA.names} if name not in TEXT]
     assert missing == []
 
 
