@@ -15,7 +15,7 @@ from c2kv_core import hf_adapter
 from c2kv_core.cache import AppendCache, ContextCache
 from c2kv_core.document import CompressedDocument, Geometry
 from c2kv_core.errors import ContextLengthError, InputError
-from c2kv_core.head_slots import HeadLayout
+from c2kv_core.head_slots import HeadLayout, entry_positions
 
 PREFILL_CHUNK_TOKENS = 512
 """Tokens prefilled at once over an existing context: bounds the mask at 512 x (S + 512)."""
@@ -140,12 +140,13 @@ def rotated_layers(
         ContextLengthError: more positions than the model has.
     """
     check_geometry(model, documents)
-    positions, end = _place(documents, cursor, gaps or [0] * len(documents))
+    starts, end = _place(documents, cursor, gaps or [0] * len(documents))
     check_positions(model, end)
     moved = [(d.keys.to(model.device), d.values.to(model.device)) for d in documents]
     if any(d.head_slots is not None for d in documents):
-        return _shared_out(model, documents, moved, positions), end
-    return _rotated(model, moved, torch.cat(positions)), end
+        return _shared_out(model, documents, moved, starts), end
+    positions = torch.cat([d.slot_positions + start for d, start in zip(documents, starts, strict=True)])
+    return _rotated(model, moved, positions), end
 
 
 def _rotated(
@@ -162,13 +163,13 @@ def _shared_out(
     model: PreTrainedModel,
     documents: Sequence[CompressedDocument],
     moved: Sequence[tuple[Tensor, Tensor]],
-    positions: Sequence[Tensor],
+    starts: Sequence[int],
 ) -> Iterator[PlacedLayer]:
     """Entries to the heads that have them (``CompressedDocument.head_slots``)."""
     layout = HeadLayout([_head_slots(d) for d in documents])
-    slots = [d.num_slots for d in documents]
-    angles = hf_adapter.rotation(model, torch.cat(list(positions))[None].to(model.device))
-    firsts = [sum(slots[:i]) for i in range(len(slots))]
+    first, last = starts[0], starts[-1] + documents[-1].num_tokens
+    angles = hf_adapter.rotation(model, torch.arange(first, last, device=model.device)[None])
+    stands = [_entry_positions(d) + start - first for d, start in zip(documents, starts, strict=True)]
     flat = [tuple(x.flatten(0, 2) for x in pair) for pair in moved]
     for layer in range(len(moved[0][0])):
         spans = [layout.span(i, layer) for i in range(len(documents))]
@@ -176,12 +177,7 @@ def _shared_out(
             torch.cat([pair[part][span].to(model.dtype) for pair, span in zip(flat, spans, strict=True)])
             for part in (0, 1)
         )
-        stands_E = torch.cat(
-            [
-                torch.arange(span.start, span.stop) % count + first
-                for span, count, first in zip(spans, slots, firsts, strict=True)
-            ]
-        ).to(model.device)
+        stands_E = torch.cat([x[span] for x, span in zip(stands, spans, strict=True)]).to(model.device)
         own = tuple(x[:, stands_E] for x in angles)
         turned_EH = hf_adapter.rotate(keys_EH[None, None], (own[0], own[1]))[0, 0]
         places_KS, seen_KS = (x.to(model.device) for x in layout.places(layer))
@@ -195,15 +191,23 @@ def _head_slots(document: CompressedDocument) -> Tensor:
     return torch.full((layers, heads), slots, dtype=torch.int64)
 
 
+def _entry_positions(document: CompressedDocument) -> Tensor:
+    """(E,) inside the part."""
+    if document.head_slots is not None:
+        return entry_positions(document.head_slots, num_tokens=document.num_tokens)
+    layers, heads, _, _ = document.keys.shape
+    return document.slot_positions.repeat(layers * heads)
+
+
 def _place(
     documents: Sequence[CompressedDocument], cursor: int, gaps: Sequence[int]
-) -> tuple[list[Tensor], int]:
-    """Final positions of each document's slots (M,), and the position after the last document."""
-    places = []
+) -> tuple[list[int], int]:
+    """Position of each document's first token, and the position after the last document."""
+    starts = []
     for document, gap in zip(documents, gaps, strict=True):
-        places.append(document.slot_positions + cursor + gap)
+        starts.append(cursor + gap)
         cursor += gap + document.num_tokens
-    return places, cursor
+    return starts, cursor
 
 
 def check_geometry(model: PreTrainedModel, documents: Sequence[CompressedDocument]) -> None:

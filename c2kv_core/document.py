@@ -47,8 +47,8 @@ class CompressedDocument:
     """k, source tokens per slot."""
     head_slots: "Tensor | None" = None
     """(L, K) int64, entries of each head, together L x K x M; None where each head has M. Given, ``keys`` and
-    ``values`` hold the entries of layer 0's head 0, then of its head 1, and so on, flattened over (L, K, M): entry e is
-    kept relative to position ``slot_positions[e % M]``, which RoPE at that place brings to where it belongs."""
+    ``values`` hold the entries of layer 0's head 0, then of its head 1, and so on, flattened over (L, K, M), and RoPE
+    is to put them at ``head_slots.entry_positions`` instead of ``slot_positions``."""
 
     @property
     def num_slots(self) -> int:

@@ -65,6 +65,19 @@ def _between(shares_LKP: NDArray[np.float64], fraction: float) -> NDArray[np.flo
     return made
 
 
+def entry_positions(head_slots_LK: Tensor, *, num_tokens: int) -> Tensor:
+    """(E,) int64 positions inside the part at which RoPE puts the entries of all heads, one head after the other.
+
+    Entry i of the c that a head has stands at ``floor((2 i + 1) n / 2 c)``: of a head that has all tokens each where
+    its token was, of others evenly spread, so that nothing but c and n need be known. Keys are kept so that RoPE at
+    that place puts them where their token was.
+    """
+    counts = head_slots_LK.flatten().numpy()
+    own_E = np.repeat(counts, counts)
+    index_E = np.arange(len(own_E)) - np.repeat(counts.cumsum() - counts, counts)
+    return torch.from_numpy((2 * index_E + 1) * num_tokens // (2 * own_E))
+
+
 class HeadLayout:
     """Where the entries of several documents stand in the padded tensors of a layer: each head's side by side."""
 

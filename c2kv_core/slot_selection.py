@@ -68,21 +68,21 @@ def kept_entries(token_x_BKNH: Tensor, added_BKMH: Tensor, kept_BKN: Tensor, *, 
     return token_x_BKNH[rows, heads, tokens] + added_BKMH[rows, heads, tokens // ratio]
 
 
-def packed_entries(layers: Sequence[Tensor], counts_BLK: Tensor, *, slots: Sequence[int]) -> Tensor:
-    """(L, B, K, M, H), padded: each document's entries of all layers in one row, in the order of ``layers``.
+def entries_by_document(layers: Sequence[Tensor], counts_BLK: Tensor) -> list[Tensor]:
+    """(E, H) of each document: its entries of all layers, one layer after the other.
 
     Args:
         layers: (E, H) of each, as ``kept_entries`` gives them.
         counts_BLK: entries of each head.
-        slots: M of each document; its entries are L x K x M.
     """
-    count, _, heads = counts_BLK.shape
     by_layer = [
         entries.split(sizes) for entries, sizes in zip(layers, counts_BLK.sum(2).T.tolist(), strict=True)
     ]
-    rows = [
-        torch.cat([pieces[row] for pieces in by_layer]).view(len(layers), heads, slots[row], -1)
-        for row in range(count)
-    ]
-    most = max(slots)
-    return torch.stack([functional.pad(row, (0, 0, 0, most - row.shape[2])) for row in rows], dim=1)
+    return [torch.cat(pieces) for pieces in zip(*by_layer, strict=True)]
+
+
+def padded_slots(documents: Sequence[Tensor], *, layers: int, heads: int) -> Tensor:
+    """(L, B, K, M, H): the entries of documents (L*K*M, H) each, in tensors of their slots' shape."""
+    shaped = [x.view(layers, heads, -1, x.shape[1]) for x in documents]
+    most = max(x.shape[2] for x in shaped)
+    return torch.stack([functional.pad(x, (0, 0, 0, most - x.shape[2])) for x in shaped], dim=1)

@@ -15,15 +15,16 @@ from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
 from c2kv_core.document import CompressedDocument
-from c2kv_core.head_slots import head_slots
+from c2kv_core.head_slots import entry_positions, head_slots
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SHARING
 from c2kv_core.slot_attention import slot_attention
 from c2kv_core.slot_residual import SlotResidual
 from c2kv_core.slot_selection import (
+    entries_by_document,
     kept_entries,
     kept_tokens,
-    packed_entries,
+    padded_slots,
     selected_kv,
     selected_tokens,
 )
@@ -85,7 +86,7 @@ class SlotStream:
         *,
         recompute: bool,
     ) -> None:
-        self.sidecar, self.lengths, self.ratio = sidecar, lengths, ratio
+        self.model, self.sidecar, self.lengths, self.ratio = model, sidecar, lengths, ratio
         self.residual = SlotResidual(model, sidecar.config, ids_BN, lengths, ratio)
         self.recompute = recompute and torch.is_grad_enabled()
         device = model.device
@@ -215,15 +216,7 @@ class SlotStream:
         if self.counts_BLK is None:
             keys, values = torch.stack(self.keys), torch.stack(self.values)
         else:
-            slots = self.slots_B.tolist()
-            turned, values = (
-                packed_entries(x, self.counts_BLK, slots=slots) for x in (self.keys, self.values)
-            )
-            layers, documents = turned.shape[:2]
-            # From where the tokens were to the positions of the slots whose places they have; layer by layer.
-            keys = hf_adapter.unrotate(turned.flatten(0, 1), _repeated(self.angles, layers)).unflatten(
-                0, (layers, documents)
-            )
+            keys, values = self._shared_out(self.counts_BLK)
         return SlotStates(
             keys=keys,
             values=values,
@@ -232,7 +225,23 @@ class SlotStream:
             head_slots_BLK=self.counts_BLK,
         )
 
+    def _shared_out(self, counts_BLK: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as ``CompressedDocument`` has them, (L, B, K, M, H)."""
+        _, layers, heads = counts_BLK.shape
+        keys = [
+            self._unrotated(entries_EH, entry_positions(counts_LK, num_tokens=length))
+            for entries_EH, counts_LK, length in zip(
+                entries_by_document(self.keys, counts_BLK), counts_BLK, self.lengths, strict=True
+            )
+        ]
+        values = entries_by_document(self.values, counts_BLK)
+        return (
+            padded_slots(keys, layers=layers, heads=heads),
+            padded_slots(values, layers=layers, heads=heads),
+        )
 
-def _repeated(angles: hf_adapter.Rotation, times: int) -> hf_adapter.Rotation:
-    cos, sin = (x.repeat(times, 1, 1) for x in angles)
-    return cos, sin
+    def _unrotated(self, keys_EH: Tensor, positions_E: Tensor) -> Tensor:
+        """Keys that stand where their tokens were, so that RoPE at these positions brings them there."""
+        places = torch.arange(max(self.lengths), device=keys_EH.device)[None]
+        cos, sin = (x[:, positions_E.to(keys_EH.device)] for x in hf_adapter.rotation(self.model, places))
+        return hf_adapter.unrotate(keys_EH[None, None], (cos, sin))[0, 0]

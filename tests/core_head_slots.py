@@ -16,7 +16,7 @@ from c2kv_core.compose import token_states
 from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import SidecarError
 from c2kv_core.extractor import Extractor
-from c2kv_core.head_slots import FRACTIONS, HeadLayout, head_slots
+from c2kv_core.head_slots import FRACTIONS, HeadLayout, entry_positions, head_slots
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.sidecar_config import SidecarConfig
 from pipelines.eval.methods.reuse import token_documents
@@ -113,22 +113,45 @@ def test_a_layer_is_laid_out_head_after_head_documents_in_order() -> None:
     assert layout.padded_entries(1) == 5
 
 
+def test_entries_stand_evenly_and_those_of_a_full_head_where_their_tokens_were() -> None:
+    positions = entry_positions(torch.tensor([[5, 1], [2, 0]]), num_tokens=5)
+    assert positions.tolist() == [0, 1, 2, 3, 4, 2, 1, 3]
+
+
+def test_keys_of_a_head_that_has_all_tokens_are_those_before_rope() -> None:
+    model = tiny_model()
+    sidecar = shared_sidecar(model)
+    with torch.no_grad():
+        for layer in sidecar.layers:
+            layer["scores"].shares.copy_(torch.tensor([1.0, 0.01])[:, None].expand(-1, len(FRACTIONS)))
+    (made,) = Extractor(model, sidecar).extract(documents([24]), 2, force_ratio=True)
+    (tokens,) = token_documents(model, documents([24]))
+    assert made.head_slots is not None
+    assert made.head_slots[:, 0].unique().tolist() == [23]
+    sidecar.layers[0]["scores"].shares.data[0] = 100.0
+    (made,) = Extractor(model, sidecar).extract(documents([24]), 2, force_ratio=True)
+    keys, _, stands = entries_of(made)[0, 0]
+    assert stands == list(range(24))
+    assert_near(keys, tokens.keys[0, 0])
+
+
 # ---------------------------------------------------------------- which, and what is added
 
 
-def entries_of(document: CompressedDocument) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """For each layer and head its entries, keys rotated as they stand in the document; one by one."""
+def entries_of(document: CompressedDocument) -> dict[tuple[int, int], tuple[Tensor, Tensor, list[int]]]:
+    """For each layer and head its entries and where they stand, one by one; keys as they are in the document."""
     assert document.head_slots is not None
-    layers, heads, slots, dim = document.keys.shape
+    layers, heads, _, dim = document.keys.shape
     keys, values = document.keys.reshape(-1, dim), document.values.reshape(-1, dim)
     found, start = {}, 0
     for layer in range(layers):
         for head in range(heads):
-            end = start + int(document.head_slots[layer, head])
-            found[layer, head] = (keys[start:end], values[start:end], torch.arange(start, end) % slots)
-            start = end
+            count = int(document.head_slots[layer, head])
+            stands = [int((i + 0.5) * document.num_tokens / count + 1e-9) for i in range(count)]
+            found[layer, head] = (keys[start : start + count], values[start : start + count], stands)
+            start += count
     assert start == len(keys)
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -142,12 +165,12 @@ def test_a_kept_token_has_what_the_slot_of_its_block_adds(architecture: str, rop
     (with_added,) = Extractor(model, as_topk(sidecar, added=True)).extract(ids, RATIO)
     (without,) = Extractor(model, as_topk(sidecar, added=False)).extract(ids, RATIO)
     (tokens,) = token_documents(model, ids)
-    stand = hf_adapter.rotation(model, made.slot_positions[None])
+    blocks = hf_adapter.rotation(model, made.slot_positions[None])
     own = hf_adapter.rotation(model, torch.arange(30)[None])
     token_keys = hf_adapter.rotate(tokens.keys, own)
-    added_keys = hf_adapter.rotate(with_added.keys - without.keys, stand)
-    for (layer, head), (keys, values, stands) in entries_of(made).items():  # type: ignore[misc]
-        turned = hf_adapter.rotate(keys[None, None], tuple(x[:, stands] for x in stand))[0, 0]
+    added_keys = hf_adapter.rotate(with_added.keys - without.keys, blocks)
+    for (layer, head), (keys, values, stands) in entries_of(made).items():
+        turned = hf_adapter.rotate(keys[None, None], (own[0][:, stands], own[1][:, stands]))[0, 0]
         kept = []
         for key, value in zip(turned, values, strict=True):
             expected_keys = token_keys[layer, head] + added_keys[layer, head][torch.arange(30) // RATIO]
@@ -167,7 +190,7 @@ def test_heads_keep_the_tokens_they_score_highest() -> None:
     for layer, states in enumerate(layer_inputs(model, documents([25])[0])):
         scores = sidecar.scores(layer, model.model.layers[layer].input_layernorm(states))[0]
         for head in range(scores.shape[1]):
-            _, values, _ = entries_of(made)[layer, head]  # type: ignore[misc]
+            _, values, _ = entries_of(made)[layer, head]
             best = scores[:, head].topk(len(values)).indices.sort().values
             assert_near(values, tokens.values[layer, head, best])
 

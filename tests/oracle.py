@@ -204,9 +204,10 @@ def _share_out(
     ratio: int,
 ) -> None:
     """Append the entries of a layer's heads: each kept token with what the slot of its block changes."""
+    tokens_count = len(tokens[0]) - len(slot_positions)
     for head, places in enumerate(kept):
-        for token in places:
-            stand = slot_positions[len(shared) % len(slot_positions)]
+        for index, token in enumerate(places):
+            stand = int((index + 0.5) * tokens_count / len(places) + 1e-9)
             change, block_end = changes[token // ratio], slot_positions[token // ratio]
             key = _moved(model, tokens[0][token][head], token - stand)
             key = key + _moved(model, change["k"][head], block_end - stand)
