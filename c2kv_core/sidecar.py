@@ -25,6 +25,8 @@ from c2kv_core.sidecar_config import SHARING, SIDECAR_FORMAT_VERSION, SidecarCon
 HEADER_FILE = "sidecar.json"
 TENSOR_FILE = "sidecar.safetensors"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+SCORE_STEPS = 4096
+"""Scores are multiples of 1 / this, in nats of attention."""
 
 
 class LowRankProjection(nn.Module):
@@ -82,8 +84,12 @@ class TokenScores(nn.Module):
         """(K, P), see ``head_slots``; at the start all heads have the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., D) to float32 (..., K): many tokens are compared, and bfloat16 tells too few apart."""
-        return nn.functional.linear(x.float(), self.weight.float())
+        """(..., D) to float32 (..., K): many tokens are compared, and bfloat16 tells too few apart.
+
+        Rounded, so that equal tokens (in layer 0 all occurrences of a word) stay equal whatever batch they are in.
+        """
+        scores = nn.functional.linear(x.float(), self.weight.float())
+        return (scores * SCORE_STEPS).round() / SCORE_STEPS
 
 
 def is_fitted(name: str) -> bool:

@@ -38,13 +38,18 @@ def shared_sidecar(model: PreTrainedModel, *, trained: bool = False, seed: int =
     """Scores and shares of heads at random, projections the base's unless ``trained``."""
     config = SidecarConfig(ratios=(1, RATIO), rank=3, selection="heads", residual="embed_last")
     sidecar = random_sidecar(model, config, seed=seed) if trained else Sidecar.from_base(model, config)
+    give_shares(sidecar, seed=seed)
+    return sidecar
+
+
+def give_shares(sidecar: Sidecar, *, seed: int = 5) -> None:
+    """Scores and shares of heads at random."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in sidecar.layers:
             scores = layer["scores"]
             scores.weight.copy_(torch.randn(scores.weight.shape, generator=random))
             scores.shares.copy_(torch.rand(scores.shares.shape, generator=random) ** 3)
-    return sidecar
 
 
 def as_topk(sidecar: Sidecar, *, added: bool) -> Sidecar:

@@ -14,6 +14,7 @@ from c2kv_core import ComposedContext, compose, hf_adapter
 from c2kv_core.cache import AppendCache
 from c2kv_core.compose import token_states
 from c2kv_core.errors import ConfigError, CorpusError
+from c2kv_core.sidecar import is_fitted
 from pipelines.train.config import TrainConfig
 from pipelines.train.dev import DevSet
 from pipelines.train.optimizer import learning_rate
@@ -21,6 +22,7 @@ from pipelines.train.prepare import Asked, Prepared
 from pipelines.train.setup import TrainingSetup, set_up
 from pipelines.train.trainer import Trainer
 from pipelines.train.world import World
+from tests.core_head_slots import give_shares
 from tests.oracle import assert_near
 from tests.pipelines_train_kit import tiny_model_dir, train_config, tree_file
 
@@ -102,10 +104,22 @@ def plain_ask_loss(
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize(
-    ("positions", "gap_tokens"), [("answer", 0), ("question_and_answer", 0), ("answer", 400)]
+    ("positions", "gap_tokens", "shared", "selection"),
+    [
+        ("answer", 0, False, "none"),
+        ("question_and_answer", 0, True, "none"),
+        ("answer", 400, False, "heads"),
+        ("answer", 400, True, "heads"),
+    ],
 )
 def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
-    tmp_path: Path, model_dir: Path, positions: str, gap_tokens: int, recompute: bool
+    tmp_path: Path,
+    model_dir: Path,
+    positions: str,
+    gap_tokens: int,
+    shared: bool,
+    selection: str,
+    recompute: bool,
 ) -> None:
     config = train_config(
         tmp_path,
@@ -118,9 +132,14 @@ def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
         gradient_checkpointing=recompute,
         gap_tokens=gap_tokens,
         max_part_tokens=24,
+        share_documents=shared,
+        selection=selection,
     )
     setup = set_up(config)
+    if selection == "heads":
+        give_shares(setup.sidecar)
     rows = rows_of(setup)
+    assert (len({frozenset(d.doc_id for d in row.sample.documents) for row in rows}) == 1) == shared
     assert max(len(document) for row in rows for document in row.parts) > 1, "documents of several parts"
     assert all((sum(row.sample.gaps) > 0) == (gap_tokens > 0) for row in rows)
     assert {len(row.sample.others) for row in rows} >= {1, 2}, "rows of different numbers of questions"
@@ -133,7 +152,8 @@ def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
     assert_near(got.loss, expected)
     # The last layer's slots attend to nothing, so its query projection has no gradient.
     last = f"layers.{len(setup.sidecar.layers) - 1}.q_proj.weight"
-    assert set(gradients) == set(dict(setup.sidecar.named_parameters())) - {last}
+    fitted = {n for n, _ in setup.sidecar.named_parameters() if is_fitted(n)}
+    assert set(gradients) == set(dict(setup.sidecar.named_parameters())) - {last} - fitted
     for name, parameter in setup.sidecar.named_parameters():
         if name in gradients:
             assert parameter.grad is not None

@@ -116,6 +116,9 @@ class TrainConfig(Config):
     pack_words: int = Field(default=0, ge=0)
     """Neighbouring documents of a row are joined into one of up to a number of words that is drawn from 0 to this, so
     that long documents are learned from short passages; 0 keeps them apart."""
+    share_documents: bool = False
+    """The rows of a micro-batch are each asked over the documents of all of them, as far as they fit a row: contexts of
+    many documents for the extraction of few. Which rows meet follows from the number of workers too."""
     gap_tokens: int = Field(default=0, ge=0)
     """Most positions that a row leaves free, spread over the places before its documents and before its questions, so
     that slots are found from as far away as in long contexts (positions skipped as in arXiv 2309.10400); 0 is the

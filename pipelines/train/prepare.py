@@ -83,7 +83,9 @@ class Preparer:
         if tokenizer.eos_token_id is None:
             raise InputError("expected a tokenizer with an end-of-sequence token, which ends every answer")
         self._tokenizer, self.renderer = tokenizer, renderer
-        self._max_part_tokens, self._max_row_tokens = max_part_tokens, max_row_tokens
+        self._max_part_tokens = max_part_tokens
+        self.max_row_tokens = max_row_tokens
+        """Most tokens of a row, without the prefix."""
         self._reconstruction = reconstruction or Reconstruction()
 
     def prepare(self, sample: Sample) -> Prepared:
@@ -107,9 +109,9 @@ class Preparer:
                 *map(self._passage, sample.passages, sample.places),
             ),
         )
-        if prepared.total_tokens > self._max_row_tokens:
+        if prepared.total_tokens > self.max_row_tokens:
             raise RowError(
-                TOO_LONG, f"{sample.row.row_id} has {prepared.total_tokens} tokens of {self._max_row_tokens}"
+                TOO_LONG, f"{sample.row.row_id} has {prepared.total_tokens} tokens of {self.max_row_tokens}"
             )
         return prepared
 

@@ -87,7 +87,7 @@ class DocumentSampler:
             others=self._further(file, row, single, random),
             passages=tuple(single[i] for i in retold),
             places=tuple(random.random(self._passages).tolist()),
-            gaps=self._gaps(len(documents) + 1, random),
+            gaps=draw_gaps(self._gap_tokens, len(documents) + 1, random),
         )
 
     def _packed(self, documents: Sequence[Passage], random: np.random.Generator) -> tuple[Passage, ...]:
@@ -106,14 +106,6 @@ class DocumentSampler:
                 groups.append([document])
                 room = most - words
         return tuple(map(_joined, groups))
-
-    def _gaps(self, count: int, random: np.random.Generator) -> tuple[int, ...]:
-        """Small totals are the likelier ones: near documents are to be found as well as far ones."""
-        if not self._gap_tokens:
-            return ()
-        total = int(self._gap_tokens * random.random() ** 2)
-        cuts = np.sort(random.integers(total + 1, size=count - 1))
-        return tuple(np.diff(cuts, prepend=0, append=total).tolist())
 
     def _further(
         self, file: int, row: TrainRow, documents: Sequence[Passage], random: np.random.Generator
@@ -147,6 +139,18 @@ class DocumentSampler:
                 seen.add(passage.doc_id)
                 found.append(passage)
         return found
+
+
+def draw_gaps(most: int, count: int, random: np.random.Generator) -> tuple[int, ...]:
+    """``count`` numbers of free positions, together at most ``most``; none where that is 0.
+
+    Small totals are the likelier ones: near documents are to be found as well as far ones.
+    """
+    if not most:
+        return ()
+    total = int(most * random.random() ** 2)
+    cuts = np.sort(random.integers(total + 1, size=count - 1))
+    return tuple(np.diff(cuts, prepend=0, append=total).tolist())
 
 
 def _joined(documents: Sequence[Passage]) -> Passage:

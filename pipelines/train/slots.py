@@ -26,18 +26,22 @@ def row_views(
     """
     parts: list[list[int]] = []
     ratios: list[tuple[int, ...]] = []
+    # Rows that share documents share their lists too.
+    places: dict[int, int] = {}
+    wanted: dict[int, set[int]] = defaultdict(set)
     for row in rows:
         for place, document in enumerate(row.parts):
-            asked = tuple(sorted({view[place] for view in row.sample.ratios}))
-            parts += document
-            ratios += [in_step or asked] * len(document)
-    made = _extract(extractor, parts, ratios, one_call=in_step is not None)
-    views, start = [], 0
+            for part in document:
+                wanted[id(part)] |= {view[place] for view in row.sample.ratios}
     for row in rows:
-        counts = [len(document) for document in row.parts]
-        views.append([_view(made, start, counts, chosen) for chosen in row.sample.ratios])
-        start += sum(counts)
-    return views
+        for document in row.parts:
+            for part in document:
+                if id(part) not in places:
+                    places[id(part)] = len(parts)
+                    parts.append(part)
+                    ratios.append(in_step or tuple(sorted(wanted[id(part)])))
+    made = _extract(extractor, parts, ratios, one_call=in_step is not None)
+    return [[_view(made, places, row, chosen) for chosen in row.sample.ratios] for row in rows]
 
 
 def _extract(
@@ -66,10 +70,10 @@ def _tied(states: list[SlotStates]) -> list[SlotStates]:
 
 
 def _view(
-    made: list[dict[int, CompressedDocument]], start: int, counts: list[int], ratios: tuple[int, ...]
+    made: list[dict[int, CompressedDocument]], places: dict[int, int], row: Prepared, ratios: tuple[int, ...]
 ) -> View:
-    view = []
-    for count, ratio in zip(counts, ratios, strict=True):
-        view += [made[place][ratio] for place in range(start, start + count)]
-        start += count
-    return view
+    return [
+        made[places[id(part)]][ratio]
+        for document, ratio in zip(row.parts, ratios, strict=True)
+        for part in document
+    ]

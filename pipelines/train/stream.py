@@ -14,6 +14,7 @@ from pipelines.train.mixture import Mixture
 from pipelines.train.prepare import Prepared, Preparer
 from pipelines.train.row import RowError, TrainRow
 from pipelines.train.sampler import DocumentSampler, Sample
+from pipelines.train.sharing import shared_rows
 
 MAX_SUBSTITUTES = 100
 """Rows tried for one place before the run gives up: then hardly any row of the data fits the limits."""
@@ -56,6 +57,16 @@ class RowStream:
         mine = _share({p: s.characters for p, s in samples.items()}, rank=rank, world=world)
         prepared = [self._usable(step, place, samples[place], rows.dropped) for place in mine]
         rows.micro_batches = micro_batches(prepared, **self.limits())
+        if self._config.share_documents:
+            rows.micro_batches = [
+                shared_rows(
+                    group,
+                    max_row_tokens=self._preparer.max_row_tokens,
+                    gap_tokens=self._config.gap_tokens,
+                    random=np.random.default_rng([self._config.seed, 7, step, rank, place]),
+                )
+                for place, group in enumerate(rows.micro_batches)
+            ]
         return rows
 
     def limits(self) -> dict[str, int]:
