@@ -57,7 +57,9 @@ class Objective:
         # View by view, so that a teacher row's predictions line up with those of each of its views.
         asks = [self._ask(row, views[i][v]) for v in range(count) for i, row in enumerate(rows)]
         sums = row_sizes(rows, taught=self._config.distillation.weight > 0)
-        sums["slots"] = float(sum(d.num_slots for row in views for view in row for d in view))
+        sums["slots"] = float(
+            sum({id(d): d.num_slots for row in views for view in row for d in view}.values())
+        )
         loss = self._answers(asks, rows, sums)
         return Losses(loss=loss / self._config.batch_rows, sums=sums)
 
@@ -178,7 +180,9 @@ def row_sizes(rows: Sequence[Prepared], *, taught: bool) -> Sums:
     sizes: Sums = defaultdict(float)
     views = len(rows[0].sample.ratios)
     sizes["rows"] = len(rows)
-    sizes["source_tokens"] = sum(row.source_tokens for row in rows)
+    # Of rows that share documents each is extracted once.
+    parts = {id(part): len(part) for row in rows for document in row.parts for part in document}
+    sizes["source_tokens"] = sum(parts.values())
     sizes["answer_tokens"] = sum(len(a.answer_ids) for row in rows for a in row.asked if not a.passage)
     sizes["asked_tokens"] = sum(row.asked_tokens for row in rows) * views
     sizes["taught_tokens"] = sum(row.source_tokens + row.asked_tokens for row in rows) if taught else 0
