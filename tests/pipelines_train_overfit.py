@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from c2kv_core import Compressor, CompressorSpec, extractor, slot_attention
+from c2kv_core import Compressor, CompressorSpec, slot_attention, slot_stream
 from pipelines.train.config import SYSTEM, TrainConfig
 from pipelines.train.run import train
 from tests import oracle
@@ -106,7 +106,7 @@ def test_a_broken_mask_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[[Callable[..., Tensor]], Callable[..., Tensor]],
 ) -> None:
-    monkeypatch.setattr(extractor, "slot_attention", fault(slot_attention.slot_attention))
+    monkeypatch.setattr(slot_stream, "slot_attention", fault(slot_attention.slot_attention))
     assert oracle_loss(overfit(tmp_path, model_dir)) > 2 * LEARNED
 
 
@@ -116,5 +116,5 @@ def test_broken_positions_are_noticed(
     def at_block_starts(num_tokens: int, ratio: int) -> Tensor:
         return torch.arange(math.ceil(num_tokens / ratio)) * ratio
 
-    monkeypatch.setattr(extractor, "slot_positions", at_block_starts)
+    monkeypatch.setattr(slot_stream, "slot_positions", at_block_starts)
     assert oracle_loss(overfit(tmp_path, model_dir)) > 2 * LEARNED

@@ -150,10 +150,14 @@ def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
     got = setup.objective.losses(rows)
     got.loss.backward()
     assert_near(got.loss, expected)
-    alone = set_up(config.model_copy(update={"share_documents": False}))
-    assert got.sums["source_tokens"] == sum(row.source_tokens for row in rows_of(alone)), (
-        "each is extracted once"
-    )
+    alone = rows_of(set_up(config.model_copy(update={"share_documents": False})))
+    sizes = [
+        (document.doc_id, sum(map(len, parts)))
+        for row in alone
+        for document, parts in zip(row.sample.documents, row.parts, strict=True)
+    ]
+    tokens = sum(dict(sizes).values()) if shared else sum(size for _, size in sizes)
+    assert got.sums["source_tokens"] == tokens, "each is extracted once"
     # The last layer's slots attend to nothing, so its query projection has no gradient.
     last = f"layers.{len(setup.sidecar.layers) - 1}.q_proj.weight"
     fitted = {n for n, _ in setup.sidecar.named_parameters() if is_fitted(n)}
