@@ -263,3 +263,24 @@ def test_held_out_rows_are_as_far_away_as_those_of_training(tmp_path: Path, mode
     )
     assert near.answer["dev"].keys() == far.answer["dev"].keys() == {"2", "4"}
     assert all(abs(near.answer["dev"][k] - far.answer["dev"][k]) > 1e-4 for k in ("2", "4"))
+
+
+def test_held_out_rows_share_documents_as_those_of_training_do(tmp_path: Path, model_dir: Path) -> None:
+    dev = [str(tree_file(tmp_path / "dev.jsonl"))]
+    config = train_config(tmp_path, model_dir, dev=dev, share_documents=True, micro_batch_rows=2, dev_rows=4)
+    found = DevSet(set_up(config), World())
+    rows = found._rows["dev"]
+    sets = [frozenset(d.doc_id for d in row.sample.documents) for row in rows]
+    assert (sets[0], sets[2]) == (sets[1], sets[3])
+    assert found.evaluate(0).answer["dev"].keys() == {"2", "4"}
+    shares = [DevSet(set_up(config), OneOfTwo(rank))._rows["dev"] for rank in (0, 1)]
+    assert [r.sample.documents for pair in zip(*shares, strict=True) for r in pair] == [
+        r.sample.documents for r in rows
+    ], "whoever evaluates them"
+
+
+class OneOfTwo(World):
+    """A worker of two, alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, 2

@@ -16,6 +16,7 @@ from pipelines.train.prepare import Prepared
 from pipelines.train.row import RowError
 from pipelines.train.sampler import DocumentSampler, Sample
 from pipelines.train.setup import TrainingSetup
+from pipelines.train.sharing import shared_rows
 from pipelines.train.stream import micro_batches
 from pipelines.train.teacher import full_contexts
 from pipelines.train.world import World, sum_numbers
@@ -86,10 +87,23 @@ class DevSet:
                 f"expected rows of {files[index].name} that can be evaluated, found none among {len(rows)}, the last: "
                 f"{fault}; raise max_row_tokens or lower documents_per_row"
             )
+        if config.share_documents:
+            prepared = self._sharing(index, prepared)
         if config.shard_base:
             # Workers that share a base's layers must call them equally often: each evaluates all rows.
             return prepared
         return prepared[self._world.rank :: self._world.size]
+
+    def _sharing(self, index: int, rows: list[Prepared]) -> list[Prepared]:
+        """As in training; groups of neighbours, whatever the number of workers."""
+        config, size = self._setup.config, self._setup.config.micro_batch_rows
+        random = np.random.default_rng([config.seed, 8, index])
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+        limits = {
+            "max_row_tokens": self._setup.preparer.max_row_tokens,
+            "gap_tokens": config.gap_tokens,
+        }
+        return [row for group in groups for row in shared_rows(group, random=random, **limits)]
 
     def _at_every_ratio(self, sample: Sample) -> Sample:
         return replace(sample, ratios=tuple((ratio,) * len(sample.documents) for ratio in self._ratios))
