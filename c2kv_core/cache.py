@@ -136,7 +136,6 @@ class DecodeCache:
     """
 
     def __init__(self, context: ContextCache, *, extra_tokens: int) -> None:
-        self._extra_tokens = extra_tokens
         self._layers = [
             [
                 _Group(
@@ -186,7 +185,7 @@ class DecodeCache:
                     values=group.values[:, head - group.heads.start][:, None],
                     used=group.used,
                     committed=group.committed,
-                ).with_capacity(group.used + int(seen[head].sum()) + self._extra_tokens)
+                ).with_capacity(int(group.keys.shape[2] + seen[head].sum()))
                 for group in self._layers[layer]
                 for head in range(group.heads.start, group.heads.stop)
             ]
@@ -214,7 +213,7 @@ class DecodeCache:
                     group.keys[:, :, : group.used],
                     group.values[:, :, : group.used],
                     # Of heads with fewer entries the end: the new tokens stand last in all.
-                    attn_mask=None if mask is None else mask[:, longest + tokens - group.used :],
+                    attn_mask=None if mask is None else _last_columns(mask, group.used),
                     scale=scale,
                     enable_gqa=True,
                 )
@@ -238,6 +237,12 @@ class _Causal:
                 mask = torch.zeros_like(mask, dtype=self._dtype).masked_fill_(~mask, float("-inf"))
             self._mask = ((past, tokens), mask)
         return self._mask[1]
+
+
+def _last_columns(mask: Tensor, count: int) -> Tensor:
+    columns = mask[:, mask.shape[1] - count :]
+    # Kernels of GPUs ask for aligned rows.
+    return columns.contiguous() if mask.is_cuda else columns
 
 
 def _with_room(x: Tensor, capacity: int) -> Tensor:

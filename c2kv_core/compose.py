@@ -18,7 +18,8 @@ from c2kv_core.errors import ContextLengthError, InputError
 from c2kv_core.head_slots import HeadLayout, entry_positions
 
 PREFILL_CHUNK_TOKENS = 512
-"""Tokens prefilled at once over an existing context: bounds the mask at 512 x (S + 512)."""
+"""Tokens prefilled at once over an existing context: bounds the mask at 512 x (S + 512), times the query heads where
+heads have different numbers of entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +224,15 @@ def check_geometry(model: PreTrainedModel, documents: Sequence[CompressedDocumen
         if got != expected or document.values.shape != document.keys.shape or slots != document.num_slots:
             raise InputError(
                 f"document {place} has keys of {got} with {slots} slots, the model needs {expected}"
+            )
+        counts = document.head_slots
+        if counts is None:
+            continue
+        entries = layers * kv_heads * slots
+        if tuple(counts.shape) != (layers, kv_heads) or int(counts.sum()) != entries or int(counts.min()) < 0:
+            raise InputError(
+                f"document {place} has head_slots of shape {tuple(counts.shape)} and sum {int(counts.sum())}, expected "
+                f"({layers}, {kv_heads}) and {entries}, none below 0"
             )
 
 

@@ -86,10 +86,11 @@ class TokenScores(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to float32 (..., K): many tokens are compared, and bfloat16 tells too few apart.
 
-        Rounded, so that equal tokens (in layer 0 all occurrences of a word) stay equal whatever batch they are in.
+        Where heads share slots out they are rounded, so that equal tokens (in layer 0 all occurrences of a word) stay
+        equal whatever batch they are in. Sidecars of equal heads keep the bits that they always had.
         """
         scores = nn.functional.linear(x.float(), self.weight.float())
-        return (scores * SCORE_STEPS).round() / SCORE_STEPS
+        return scores if self.shares is None else (scores * SCORE_STEPS).round() / SCORE_STEPS
 
 
 def is_fitted(name: str) -> bool:
@@ -240,13 +241,7 @@ class Sidecar(nn.Module):
             sidecar.load_state_dict(tensors)
         except (KeyError, RuntimeError, TypeError) as error:
             raise SidecarError(f"{source}: tensors do not fit the sidecar's header: {error}") from error
-        selection = header.config.selection
-        for name, expected in (("weight", selection != "none"), ("shares", selection == SHARING)):
-            if (f"layers.0.scores.{name}" in tensors) != expected:
-                there = "" if expected else "no "
-                raise SidecarError(
-                    f"{source}: expected {there}layers.0.scores.{name}, as selection is {selection} in its header"
-                )
+        _check_selection(header, tensors, source)
         ranks = {p.down.shape[0] if isinstance(p, LowRankProjection) else None for p in sidecar.projections()}
         if ranks - {header.config.rank}:
             raise SidecarError(f"{source}: expected projections of rank {header.config.rank}, got {ranks}")
@@ -306,6 +301,25 @@ def _projections_from(tensors: dict[str, Tensor], layer: int) -> nn.ModuleDict:
             weight = tensors[f"{prefix}.weight"]
             made[name] = FullProjection(weight.shape[1], weight.shape[0], f"{prefix}.bias" in tensors)
     return nn.ModuleDict(made)
+
+
+def _check_selection(header: SidecarHeader, tensors: dict[str, Tensor], source: str) -> None:
+    """Tensors of a selection are there iff the header names it, and shares can be shared out by."""
+    selection = header.config.selection
+    for layer in range(header.geometry.layers):
+        for part, expected in (("weight", selection != "none"), ("shares", selection == SHARING)):
+            name = f"layers.{layer}.scores.{part}"
+            if (name in tensors) != expected:
+                there = "" if expected else "no "
+                raise SidecarError(
+                    f"{source}: expected {there}{name}, as selection is {selection} in its header"
+                )
+            if (
+                expected
+                and part == "shares"
+                and not bool((tensors[name] >= 0).logical_and(tensors[name].isfinite()).all())
+            ):
+                raise SidecarError(f"{source}: expected finite numbers of 0 or more in {name}, got others")
 
 
 def _read_header(path: Path) -> str:

@@ -14,7 +14,7 @@ from c2kv_core import ComposedContext, compose, generate, hf_adapter, prefill
 from c2kv_core.cache import AppendCache
 from c2kv_core.compose import token_states
 from c2kv_core.document import CompressedDocument
-from c2kv_core.errors import SidecarError
+from c2kv_core.errors import InputError, SidecarError
 from c2kv_core.extractor import Extractor
 from c2kv_core.head_slots import FRACTIONS, HeadLayout, entry_positions, head_slots
 from c2kv_core.sidecar import Sidecar
@@ -369,3 +369,28 @@ def test_a_saved_sidecar_comes_back_with_its_shares(tmp_path: Path) -> None:
     header.write_text(header.read_text().replace('"heads"', '"topk"'))
     with pytest.raises(SidecarError, match=r"expected no layers.0.scores.shares, as selection is topk"):
         Sidecar.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1])
+def test_shares_that_nothing_can_be_shared_out_by_are_refused(tmp_path: Path, value: float) -> None:
+    sidecar = shared_sidecar(tiny_model())
+    sidecar.layers[1]["scores"].shares.data[0, 2] = value
+    sidecar.save(tmp_path / "saved")
+    with pytest.raises(SidecarError, match=r"finite numbers of 0 or more in layers\.1\.scores\.shares"):
+        Sidecar.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("counts", ["shape", "sum", "negative"])
+def test_documents_whose_numbers_do_not_add_up_are_refused(counts: str) -> None:
+    model = tiny_model()
+    (document,) = Extractor(model, shared_sidecar(model)).extract(documents([9]), RATIO)
+    assert document.head_slots is not None
+    wrong = document.head_slots.clone()
+    if counts == "shape":
+        wrong = wrong[:-1]
+    else:
+        wrong[0, 0] += 1
+        if counts == "negative":
+            wrong[0, 0], wrong[0, 1] = int(wrong[0].sum()), -1
+    with pytest.raises(InputError, match=r"document 0 has head_slots"):
+        compose(model, None, [replace(document, head_slots=wrong)])

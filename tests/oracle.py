@@ -73,7 +73,8 @@ def extract(
         if sidecar.config.selection != "none":
             normed_tokens = [layer.input_layernorm(x) for x in hidden[:tokens]]
             weights = sidecar.layers[index]["scores"].weight
-            best = [_best_tokens(score, normed_tokens, slots) for score in weights]
+            exact = sidecar.config.selection == "topk"
+            best = [_best_tokens(score, normed_tokens, slots, exact=exact) for score in weights]
         for place, x in enumerate(hidden):
             side = sidecar.layers[index] if place >= tokens else None
             normed = layer.input_layernorm(x)
@@ -95,7 +96,10 @@ def extract(
                     made[-1] = changed + torch.stack(kept)
         if sidecar.config.selection == "heads":
             counts = head_slots(sidecar.shares(), num_tokens=tokens, slots=slots)[index].tolist()
-            kept = [_best_tokens(w, normed_tokens, count) for w, count in zip(weights, counts, strict=True)]
+            kept = [
+                _best_tokens(w, normed_tokens, count, exact=False)
+                for w, count in zip(weights, counts, strict=True)
+            ]
             _share_out(model, shared, kept, (k, v), changes, positions[tokens:], ratio)
         k_rotated = [rotate(model, x, position) for x, position in zip(k, positions, strict=True)]
         q_rotated = [rotate(model, x, position) for x, position in zip(q, positions, strict=True)]
@@ -189,9 +193,11 @@ def greedy(
     return answer
 
 
-def _best_tokens(score: Tensor, states: list[Tensor], count: int) -> list[int]:
-    """Places of the tokens that a head wants most to 1/4096, of equals the earlier, in their order."""
-    wants = [round(float(score @ x) * 4096) for x in states]
+def _best_tokens(score: Tensor, states: list[Tensor], count: int, *, exact: bool) -> list[int]:
+    """Places of the tokens that a head wants most (or to 1/4096), of equals the earlier, in their order."""
+    wants = [float(score @ x) for x in states]
+    if not exact:
+        wants = [round(x * 4096) for x in wants]
     return sorted(sorted(range(len(states)), key=lambda i: -wants[i])[:count])
 
 

@@ -1,6 +1,5 @@
 """Rows of a micro-batch over each other's documents."""
 
-
 import numpy as np
 import pytest
 

@@ -132,7 +132,7 @@ def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
         gradient_checkpointing=recompute,
         gap_tokens=gap_tokens,
         max_part_tokens=24,
-        share_documents=shared,
+        share_documents=4 if shared else 1,
         selection=selection,
     )
     setup = set_up(config)
@@ -150,7 +150,7 @@ def test_batched_loss_and_gradients_equal_those_of_one_row_at_a_time(
     got = setup.objective.losses(rows)
     got.loss.backward()
     assert_near(got.loss, expected)
-    alone = rows_of(set_up(config.model_copy(update={"share_documents": False})))
+    alone = rows_of(set_up(config.model_copy(update={"share_documents": 1})))
     sizes = [
         (document.doc_id, sum(map(len, parts)))
         for row in alone
@@ -267,7 +267,7 @@ def test_held_out_rows_are_as_far_away_as_those_of_training(tmp_path: Path, mode
 
 def test_held_out_rows_share_documents_as_those_of_training_do(tmp_path: Path, model_dir: Path) -> None:
     dev = [str(tree_file(tmp_path / "dev.jsonl"))]
-    config = train_config(tmp_path, model_dir, dev=dev, share_documents=True, micro_batch_rows=2, dev_rows=4)
+    config = train_config(tmp_path, model_dir, dev=dev, share_documents=2, micro_batch_rows=4, dev_rows=4)
     found = DevSet(set_up(config), World())
     rows = found._rows["dev"]
     sets = [frozenset(d.doc_id for d in row.sample.documents) for row in rows]

@@ -228,9 +228,17 @@ def test_tenants_do_not_share_prefilled_system_messages(service: ChatService) ->
         assert len(service._shared.prefixes) == held
 
 
-@pytest.mark.parametrize("documents", [["long"], ["oak", "birch", {"text": "An elm is a tree. " * 40}]])
+@pytest.mark.parametrize(
+    ("documents", "on_missing"),
+    [
+        (["long"], "extract"),
+        (["oak", "birch", {"text": "An elm is a tree. " * 40}], "extract"),
+        # As text before, between and behind slots.
+        ([{"text": "An elm is a tree. " * 40}, "oak", {"text": "A yew is a tree. " * 40}, "birch"], "text"),
+    ],
+)
 def test_a_cache_takes_no_more_memory_than_the_engine_counts(
-    service: ChatService, documents: list[str | dict[str, Any]]
+    service: ChatService, documents: list[str | dict[str, Any]], on_missing: str
 ) -> None:
     engine: Any = service._engine
     counted, taken = [], []
@@ -247,5 +255,5 @@ def test_a_cache_takes_no_more_memory_than_the_engine_counts(
                 logits = yield turn
 
     engine._turns = watching
-    assert ask(service, documents).end
+    assert ask(service, documents, c2kv={"on_missing": on_missing}).end
     assert 0.9 * counted[0] < max(taken) <= counted[0]

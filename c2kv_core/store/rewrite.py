@@ -48,6 +48,7 @@ def find_dead(
         # No reader needs the end of a shard. Where it is damaged, nobody knows what lies there: it is written anew.
         dead = (file.size_bytes if end is None else end) - FIRST_RECORD - live_bytes[file.path]
         if dead > SCHEMA_SLACK:
+            # Of shards with the longer schema by these few bytes too many: which have it is not looked up.
             found.append(DeadBytes(shard=file.path, dead_bytes=dead, live_bytes=live_bytes[file.path]))
     return found
 

@@ -117,30 +117,23 @@ def _pack(model: PreTrainedModel, asks: Sequence[Ask]) -> _Packed:
     )
 
 
-class _Masks:
-    """(B, 1 or K, T, S + T) bool of each layer: a token sees all entries of its own context."""
+def _seen_entries(asks: Sequence[Ask], layer: int) -> Tensor:
+    """(B, K, S) bool, padded on the right: the entries of a layer that each head of each context has; (B, 1, S) where
+    all heads have the same."""
+    differ = any(a.context.cache.seen is not None for a in asks)
+    each = []
+    for ask in asks:
+        cache = ask.context.cache
+        seen = all_seen(cache.keys[layer]) if cache.seen is None else cache.seen[layer]
+        each.append(seen if differ else seen[:1])
+    longest = max(x.shape[1] for x in each)
+    return torch.stack([F.pad(x, (0, longest - x.shape[1])) for x in each])
 
-    def __init__(self, asks: Sequence[Ask], own: Tensor) -> None:
-        self._asks, self._own = asks, own
-        self._differ = any(a.context.cache.seen is not None for a in asks)
-        # Layers differ only where heads do.
-        self._all = None if self._differ else self._made(0)
 
-    def of(self, layer: int) -> Tensor:
-        """Of a layer."""
-        return self._made(layer) if self._all is None else self._all
-
-    def _made(self, layer: int) -> Tensor:
-        each = []
-        for ask in self._asks:
-            cache = ask.context.cache
-            seen = all_seen(cache.keys[layer]) if cache.seen is None else cache.seen[layer]
-            each.append(seen if self._differ else seen[:1])
-        longest = max(x.shape[1] for x in each)
-        past_BKS = torch.stack([F.pad(x, (0, longest - x.shape[1])) for x in each])
-        tokens = self._own.shape[2]
-        past = past_BKS[:, :, None].expand(-1, -1, tokens, -1)
-        return torch.cat([past, self._own.expand(-1, past.shape[1], -1, -1)], dim=-1)
+def _mask(seen_BKS: Tensor, own_B1TT: Tensor) -> Tensor:
+    """(B, K, T, S + T) bool: a token sees all entries of its context, and its own question up to itself."""
+    past = seen_BKS[:, :, None].expand(-1, -1, own_B1TT.shape[2], -1)
+    return torch.cat([past, own_B1TT.expand(-1, past.shape[1], -1, -1)], dim=-1)
 
 
 def ask_states(model: PreTrainedModel, asks: Sequence[Ask], *, recompute: bool = False) -> Tensor:
@@ -152,20 +145,21 @@ def ask_states(model: PreTrainedModel, asks: Sequence[Ask], *, recompute: bool =
         recompute: keep no activations of a layer but its input; compute it again in the backward pass.
     """
     packed = _pack(model, asks)
-    masks = _Masks(asks, packed.own)
     angles = hf_adapter.rotation(model, packed.positions_BT)
     hidden = hf_adapter.embed(model, packed.ids_BT)
     for index, layer in enumerate(hf_adapter.decoder_layers(model)):
         keys, values = _entries(asks, index)
-        mask = hf_adapter.for_query_heads(layer.self_attn, masks.of(index))
+        seen = _seen_entries(asks, index)
 
         def run(
             hidden: Tensor,
             keys: Tensor,
             values: Tensor,
             layer: hf_adapter.StockLayer = layer,
-            mask: Tensor | None = mask,
+            seen: Tensor = seen,
         ) -> Tensor:
+            # Made here, so that with ``recompute`` none is kept until the backward pass.
+            mask = hf_adapter.for_query_heads(layer.self_attn, _mask(seen, packed.own))
             return hf_adapter.run_layer(
                 layer,
                 hidden,

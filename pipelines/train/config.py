@@ -116,9 +116,9 @@ class TrainConfig(Config):
     pack_words: int = Field(default=0, ge=0)
     """Neighbouring documents of a row are joined into one of up to a number of words that is drawn from 0 to this, so
     that long documents are learned from short passages; 0 keeps them apart."""
-    share_documents: bool = False
-    """The rows of a micro-batch are each asked over the documents of all of them, as far as they fit a row: contexts of
-    many documents for the extraction of few. Which rows meet follows from the number of workers too."""
+    share_documents: int = Field(default=1, ge=1)
+    """Rows of a step that are each asked over the documents of all of them, as far as they fit a row: contexts of many
+    documents for the extraction of few, where they stand in one micro-batch. 1 leaves each row its own."""
     gap_tokens: int = Field(default=0, ge=0)
     """Most positions that a row leaves free, spread over the places before its documents and before its questions, so
     that slots are found from as far away as in long contexts (positions skipped as in arXiv 2309.10400); 0 is the
@@ -210,6 +210,11 @@ class TrainConfig(Config):
         if self.num_workers and self.batch_rows % self.num_workers:
             raise ValueError(
                 f"expected batch_rows to be a multiple of num_workers, got {self.batch_rows} and {self.num_workers}"
+            )
+        if self.batch_rows % (self.share_documents * max(self.num_workers, 1)):
+            raise ValueError(
+                f"expected batch_rows to be a multiple of share_documents times the workers, got {self.batch_rows} and "
+                f"{self.share_documents}"
             )
         if self.shard_base and not self.num_workers:
             raise ValueError("shard_base needs num_workers of 1 or more")

@@ -87,7 +87,7 @@ class DevSet:
                 f"expected rows of {files[index].name} that can be evaluated, found none among {len(rows)}, the last: "
                 f"{fault}; raise max_row_tokens or lower documents_per_row"
             )
-        if config.share_documents:
+        if config.share_documents > 1:
             prepared = self._sharing(index, prepared)
         if config.shard_base:
             # Workers that share a base's layers must call them equally often: each evaluates all rows.
@@ -95,8 +95,8 @@ class DevSet:
         return prepared[self._world.rank :: self._world.size]
 
     def _sharing(self, index: int, rows: list[Prepared]) -> list[Prepared]:
-        """As in training; groups of neighbours, whatever the number of workers."""
-        config, size = self._setup.config, self._setup.config.micro_batch_rows
+        """As in training."""
+        config, size = self._setup.config, self._setup.config.share_documents
         random = np.random.default_rng([config.seed, 8, index])
         groups = [rows[start : start + size] for start in range(0, len(rows), size)]
         limits = {

@@ -52,7 +52,9 @@ def start_selection(setup: TrainingSetup, world: World, folder: RunFolder) -> No
     known = folder.storage.exists(FITTED) if world.leads else False
     if world.broadcast(int(known)):
         found = load(bytes(folder.storage.get(FITTED)))
-        fitted = FittedSelection(weights=found["weights"], shares=found["shares"])
+        # Runs of before heads had shares fitted none, and need none.
+        equal = torch.tensor(FRACTIONS).expand(*found["weights"].shape[:2], -1)
+        fitted = FittedSelection(weights=found["weights"], shares=found.get("shares", equal))
     else:
         # Every worker computes: of a base that is spread over them, each has a part.
         fitted = fit_selection(setup.model, setup.preparer.renderer, fitting_documents(setup))

@@ -54,20 +54,29 @@ class RowStream:
         places = range(first, first + self._config.batch_rows)
         samples = {place: self._sample(step, place, 0) for place in places}
         rows = StepRows(micro_batches=[])
-        mine = _share({p: s.characters for p, s in samples.items()}, rank=rank, world=world)
-        prepared = [self._usable(step, place, samples[place], rows.dropped) for place in mine]
-        rows.micro_batches = micro_batches(prepared, **self.limits())
-        if self._config.share_documents:
-            rows.micro_batches = [
-                shared_rows(
-                    group,
-                    max_row_tokens=self._preparer.max_row_tokens,
-                    gap_tokens=self._config.gap_tokens,
-                    random=np.random.default_rng([self._config.seed, 7, step, rank, place]),
-                )
-                for place, group in enumerate(rows.micro_batches)
-            ]
+        # Rows that share documents are dealt out together: who meets whom is a matter of the places alone.
+        meet = self._config.share_documents
+        groups = {start: range(start, start + meet) for start in places[::meet]}
+        sizes = {start: sum(samples[p].characters for p in group) for start, group in groups.items()}
+        mine = _share(sizes, rank=rank, world=world)
+        prepared = [
+            [self._usable(step, place, samples[place], rows.dropped) for place in groups[start]]
+            for start in mine
+        ]
+        if meet == 1:
+            prepared = [[row for group in prepared for row in group]]
+        else:
+            prepared = [self._sharing(start, group) for start, group in zip(mine, prepared, strict=True)]
+        rows.micro_batches = [batch for group in prepared for batch in micro_batches(group, **self.limits())]
         return rows
+
+    def _sharing(self, start: int, group: list[Prepared]) -> list[Prepared]:
+        return shared_rows(
+            group,
+            max_row_tokens=self._preparer.max_row_tokens,
+            gap_tokens=self._config.gap_tokens,
+            random=np.random.default_rng([self._config.seed, 7, start]),
+        )
 
     def limits(self) -> dict[str, int]:
         """Largest micro-batch."""
