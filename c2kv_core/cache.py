@@ -151,7 +151,7 @@ class DecodeCache:
             for keys, values, seen in context.layers()
         ]
         for index, (keys, values, seen) in enumerate(context.layers()):
-            self.place(keys, values, seen, index)
+            self.place(_by_head(keys, seen), _by_head(values, seen), index, by_head=seen is not None)
         self.commit()
         self._causal = _Causal(context.keys[0].dtype)
 
@@ -172,12 +172,10 @@ class DecodeCache:
             for group in layer:
                 group.used = group.committed
 
-    def place(self, keys: Tensor, values: Tensor, seen: Tensor | None, layer: int) -> None:
-        """Put in entries (1, K, S, H) of which heads have those that ``seen`` (K, S) says; None: all.
-
-        Room for entries of which heads have different numbers is made here, beside that for ``extra_tokens``.
-        """
-        if seen is not None:
+    def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], layer: int, *, by_head: bool) -> None:
+        """Put in entries: one (1, K, S, H) of all heads, for which there is room, or ``by_head`` K times (1, 1, S, H),
+        for which room is made beside that for ``extra_tokens``."""
+        if by_head:
             self._layers[layer] = [
                 _Group(
                     heads=slice(head, head + 1),
@@ -185,15 +183,15 @@ class DecodeCache:
                     values=group.values[:, head - group.heads.start][:, None],
                     used=group.used,
                     committed=group.committed,
-                ).with_capacity(int(group.keys.shape[2] + seen[head].sum()))
+                ).with_capacity(group.keys.shape[2] + keys[head].shape[2])
                 for group in self._layers[layer]
                 for head in range(group.heads.start, group.heads.stop)
             ]
         for group in self._layers[layer]:
-            own_k, own_v = keys[:, group.heads], values[:, group.heads]
-            if seen is not None:
-                own_k, own_v = (x[:, :, seen[group.heads.start]] for x in (own_k, own_v))
-            group.put(own_k, own_v)
+            if by_head:
+                group.put(keys[group.heads.start], values[group.heads.start])
+            else:
+                group.put(keys[0][:, group.heads], values[0][:, group.heads])
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, *, scale: float) -> Tensor:
         """Put in T new entries (1, K, T, H) and read with their queries (1, Q, T, H), which see all entries and each
@@ -237,6 +235,13 @@ class _Causal:
                 mask = torch.zeros_like(mask, dtype=self._dtype).masked_fill_(~mask, float("-inf"))
             self._mask = ((past, tokens), mask)
         return self._mask[1]
+
+
+def _by_head(x: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
+    """(1, K, S, H) as it is, or without padding, head by head."""
+    if seen is None:
+        return (x,)
+    return tuple(x[:, head : head + 1, own] for head, own in enumerate(seen))
 
 
 def _last_columns(mask: Tensor, count: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
@@ -111,7 +112,7 @@ def compose(
             raise InputError("expected a prefix or at least one document to compose, got neither")
         return prefix
     layers, cursor = rotated_layers(model, documents, prefix.next_position if prefix else 0, gaps=gaps)
-    keys, values, seen = zip(*layers, strict=True)
+    keys, values, seen = zip(*(placed.padded() for placed in layers), strict=True)
     shared = seen if seen[0] is not None else None
     if prefix is not None:
         return ComposedContext(cache=prefix.cache.followed_by(keys, values, shared), next_position=cursor)
@@ -119,14 +120,25 @@ def compose(
 
 
 class PlacedLayer(NamedTuple):
-    """The entries of documents in one layer."""
+    """The entries of documents in one layer: of all heads, or where these have different numbers one by one."""
 
-    keys: Tensor
-    """(1, K, S, H), rotated to their places."""
-    values: Tensor
-    """(1, K, S, H)."""
-    seen: Tensor | None
-    """(K, S) bool, which entries each head has; None: all."""
+    keys: tuple[Tensor, ...]
+    """One (1, K, S, H), or K times (1, 1, S, H), rotated to their places."""
+    values: tuple[Tensor, ...]
+    """In the same shapes."""
+    by_head: bool
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (1, K, S, H), and which entries each head has (K, S); None: all."""
+        if not self.by_head:
+            return self.keys[0], self.values[0], None
+        counts = torch.tensor([k.shape[2] for k in self.keys], device=self.keys[0].device)
+        most = int(counts.max())
+        keys, values = (
+            torch.cat([pad(x, (0, 0, 0, most - x.shape[2])) for x in heads], dim=1)
+            for heads in (self.keys, self.values)
+        )
+        return keys, values, torch.arange(most, device=counts.device) < counts[:, None]
 
 
 def rotated_layers(
@@ -157,7 +169,7 @@ def _rotated(
     for layer in range(len(documents[0][0])):
         keys_1KSH = torch.cat([keys[layer].to(model.dtype) for keys, _ in documents], dim=1)[None]
         values_1KSH = torch.cat([values[layer].to(model.dtype) for _, values in documents], dim=1)[None]
-        yield PlacedLayer(hf_adapter.rotate(keys_1KSH, angles), values_1KSH, None)
+        yield PlacedLayer((hf_adapter.rotate(keys_1KSH, angles),), (values_1KSH,), by_head=False)
 
 
 def _shared_out(
@@ -180,9 +192,14 @@ def _shared_out(
         )
         stands_E = torch.cat([x[span] for x, span in zip(stands, spans, strict=True)]).to(model.device)
         own = tuple(x[:, stands_E] for x in angles)
-        turned_EH = hf_adapter.rotate(keys_EH[None, None], (own[0], own[1]))[0, 0]
-        places_KS, seen_KS = (x.to(model.device) for x in layout.places(layer))
-        yield PlacedLayer(turned_EH[places_KS][None], values_EH[places_KS][None], seen_KS)
+        turned_11EH = hf_adapter.rotate(keys_EH[None, None], (own[0], own[1]))
+        order_E, counts = layout.by_head(layer)
+        order_E = order_E.to(model.device)
+        yield PlacedLayer(
+            turned_11EH[:, :, order_E].split(counts, dim=2),
+            values_EH[None, None, order_E].split(counts, dim=2),
+            by_head=True,
+        )
 
 
 def _head_slots(document: CompressedDocument) -> Tensor:

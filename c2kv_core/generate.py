@@ -85,7 +85,7 @@ class Decoder:
         layers, position = rotated_layers(self._model, documents, self.position)
         self.rewind()
         for layer, placed in enumerate(layers):
-            self.cache.place(placed.keys, placed.values, placed.seen, layer)
+            self.cache.place(placed.keys, placed.values, layer, by_head=placed.by_head)
         self.cache.commit()
         self.position = position
 

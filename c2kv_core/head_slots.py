@@ -79,7 +79,7 @@ def entry_positions(head_slots_LK: Tensor, *, num_tokens: int) -> Tensor:
 
 
 class HeadLayout:
-    """Where the entries of several documents stand in the padded tensors of a layer: each head's side by side."""
+    """Where the entries of several documents are: each document's layer by layer, and in these head by head."""
 
     def __init__(self, counts: Sequence[Tensor]) -> None:
         """(L, K) entries of each document's heads."""
@@ -92,18 +92,11 @@ class HeadLayout:
         ends = self._ends_DL[document]
         return slice(int(ends[layer]), int(ends[layer + 1]))
 
-    def padded_entries(self, layer: int) -> int:
-        """S: the most that a head of the layer has."""
-        return int(self._counts_DLK[:, layer].sum(axis=0).max())
-
-    def places(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(K, S) places among the layer's entries of all documents, one document after the other, and (K, S) bool
-        which of them are there; the others repeat the first."""
+    def by_head(self, layer: int) -> tuple[Tensor, list[int]]:
+        """(E,) places, among the layer's entries of all documents one after the other, in the order of heads, and how
+        many each head has."""
         counts_DK = self._counts_DLK[:, layer]
         documents, heads = counts_DK.shape
         # Of 16 bits: numpy sorts these by radix, in linear time.
         head_E = np.repeat(np.tile(np.arange(heads, dtype=np.uint16), documents), counts_DK.ravel())
-        there = np.arange(self.padded_entries(layer)) < counts_DK.sum(axis=0)[:, None]
-        places = np.zeros(there.shape, dtype=np.int64)
-        places[there] = head_E.argsort(kind="stable")
-        return torch.from_numpy(places), torch.from_numpy(there)
+        return torch.from_numpy(head_E.argsort(kind="stable")), counts_DK.sum(axis=0).tolist()

@@ -108,14 +108,11 @@ def test_equal_shares_are_equal_numbers_and_start_every_sidecar() -> None:
 def test_a_layer_is_laid_out_head_after_head_documents_in_order() -> None:
     layout = HeadLayout([torch.tensor([[2, 1], [1, 3]]), torch.tensor([[1, 2], [2, 2]])])
     assert [layout.span(1, 0), layout.span(1, 1)] == [slice(0, 3), slice(3, 7)]
-    places, there = layout.places(0)
+    order, counts = layout.by_head(0)
     # Entries of layer 0: document 0 has 0, 1 | 2, document 1 has 3 | 4, 5.
-    assert places.tolist() == [[0, 1, 3], [2, 4, 5]]
-    assert there.tolist() == [[True] * 3, [True] * 3]
-    places, there = layout.places(1)
-    assert places[there].tolist() == [0, 4, 5, 1, 2, 3, 6, 7]
-    assert there.sum(dim=1).tolist() == [3, 5]
-    assert layout.padded_entries(1) == 5
+    assert (order.tolist(), counts) == ([0, 1, 3, 2, 4, 5], [3, 3])
+    order, counts = layout.by_head(1)
+    assert (order.tolist(), counts) == ([0, 4, 5, 1, 2, 3, 6, 7], [3, 5])
 
 
 def test_entries_stand_evenly_and_those_of_a_full_head_where_their_tokens_were() -> None:
