@@ -1,4 +1,5 @@
-"""Slots in 8 bits: keys with a scale a head and channel, values with a scale a head and slot.
+"""Slots in 8 bits: keys with a scale a head and channel, values with a scale a head and slot (where heads share slots
+out, a row of the (L, K) table stands for a head).
 
 A channel of the keys has its own range over all slots, values have none that lasts (KIVI, arXiv 2402.02750). Keys are
 stored before RoPE, which would mix two channels; a scale therefore holds wherever the slots are placed. Symmetric:
