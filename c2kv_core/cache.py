@@ -198,11 +198,9 @@ class DecodeCache:
         other causally: (1, Q, T, H)."""
         tokens = queries.shape[2]
         per_head = queries.shape[1] // keys.shape[1]
-        groups = self._layers[layer]
-        longest = max(group.used for group in groups)
-        mask = self._causal.mask(longest, tokens, queries.device) if tokens > 1 else None
         read = []
-        for group in groups:
+        for group in self._layers[layer]:
+            past = group.used
             group.put(keys[:, group.heads], values[:, group.heads])
             own = slice(group.heads.start * per_head, group.heads.stop * per_head)
             read.append(
@@ -210,8 +208,7 @@ class DecodeCache:
                     queries[:, own],
                     group.keys[:, :, : group.used],
                     group.values[:, :, : group.used],
-                    # Of heads with fewer entries the end: the new tokens stand last in all.
-                    attn_mask=None if mask is None else _last_columns(mask, group.used),
+                    attn_mask=self._causal.mask(past, tokens, queries.device) if tokens > 1 else None,
                     scale=scale,
                     enable_gqa=True,
                 )
@@ -220,21 +217,24 @@ class DecodeCache:
 
 
 class _Causal:
-    """Masks of tokens that see each other causally. The last one is kept, as most layers of a pass ask for the same."""
+    """Masks of tokens that see each other causally. One is kept for all layers of a pass: whoever has fewer entries gets
+    its end, as the new tokens stand last."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Bool, or a floating dtype for numbers to add to scores."""
         self._dtype = dtype
-        self._mask: tuple[tuple[int, int], Tensor] | None = None
+        self._mask: Tensor | None = None
 
     def mask(self, past: int, tokens: int, device: torch.device) -> Tensor:
         """(T, past + T): all see the first entries."""
-        if self._mask is None or self._mask[0] != (past, tokens):
+        if self._mask is None or self._mask.shape[0] != tokens or self._mask.shape[1] < past + tokens:
             mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)
             if self._dtype != torch.bool:
                 mask = torch.zeros_like(mask, dtype=self._dtype).masked_fill_(~mask, float("-inf"))
-            self._mask = ((past, tokens), mask)
-        return self._mask[1]
+            self._mask = mask
+        columns = self._mask[:, self._mask.shape[1] - past - tokens :]
+        # Kernels of GPUs ask for aligned rows.
+        return columns.contiguous() if columns.is_cuda else columns
 
 
 def _by_head(x: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
@@ -242,12 +242,6 @@ def _by_head(x: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
     if seen is None:
         return (x,)
     return tuple(x[:, head : head + 1, own] for head, own in enumerate(seen))
-
-
-def _last_columns(mask: Tensor, count: int) -> Tensor:
-    columns = mask[:, mask.shape[1] - count :]
-    # Kernels of GPUs ask for aligned rows.
-    return columns.contiguous() if mask.is_cuda else columns
 
 
 def _with_room(x: Tensor, capacity: int) -> Tensor:
