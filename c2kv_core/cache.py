@@ -217,8 +217,8 @@ class DecodeCache:
 
 
 class _Causal:
-    """Masks of tokens that see each other causally. One is kept for all layers of a pass: whoever has fewer entries gets
-    its end, as the new tokens stand last."""
+    """Masks of tokens that see each other causally. One is kept for all layers of a pass: whoever has fewer entries
+    gets its end, as the new tokens stand last."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Bool, or a floating dtype for numbers to add to scores."""
