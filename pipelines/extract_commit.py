@@ -162,7 +162,8 @@ class Committer:
             raise TooManyFailuresError(
                 f"{self.failed} of {len(self._plan.pending)} documents failed, more than max_failed_fraction "
                 f"({self._config.max_failed_fraction:g}) allows; one of them, {last.doc_id!r}: {last.reason}. Failures "
-                "not recorded yet are not held against the documents: find the cause and run the command again"
+                "not recorded yet are not held against the documents: find the cause and run the command again, with "
+                "retry_failed=true for those that were"
             )
 
     def _count_unit(self, unit: Mapping[str, Any]) -> None:

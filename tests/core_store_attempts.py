@@ -52,6 +52,24 @@ def test_a_run_that_is_stopped_takes_back_only_what_is_in_progress(uri: str) -> 
     assert left.documents == (("a", "h1"), ("b", "h2")), "somebody has died of these"
 
 
+def test_a_process_that_outlives_the_end_of_its_run_blames_nobody(uri: str) -> None:
+    night, mine = of_run(uri, "night"), of_run(uri, "mine")
+    for run in (night, mine):
+        run.heartbeat()
+    deadly = night.begin("u1", [("a", "h1")], node="n", actor="x")
+    night.begin("u1", [("a", "h1")], node="n", actor="y")
+    night.withdraw()
+    # What stops processes does not wait for their end: one has taken up the next unit meanwhile.
+    late = night.begin("u2", [("b", "h2")], node="n", actor="y")
+    assert list(mine.left_behind()) == [deadly], "a stopped run is dead at once"
+    mine.clear()
+    assert [one.documents for one in night.running()] == [(("a", "h1"),), (("b", "h2"),)], (
+        "deaths are looked into first"
+    )
+    mine.clear([deadly])
+    assert list(open_storage(uri).list_files("attempts/acme/night/")) == [], late
+
+
 def test_only_dead_runs_leave_something_behind(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alive, dead, mine = (of_run(uri, run) for run in ("alive", "dead", "mine"))
     for run in (alive, dead):

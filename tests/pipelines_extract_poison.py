@@ -86,7 +86,7 @@ def test_too_many_failures_stop_the_run_and_are_not_held_against_the_documents(
 ) -> None:
     broken = {f"broken-{i}": BROKEN for i in range(14)}
     write_jsonl(tmp_path / "corpus.jsonl", rows(4, **broken))
-    config = config_for(tmp_path, model_dir, max_failed_fraction=0.5, commit_seconds=3600.0)
+    config = config_for(tmp_path, model_dir, max_failed_fraction=0.5, commit_documents=100, readers=1)
     with monkeypatch.context() as patch:
         patch.setattr("pipelines.extract_stream.ExtractStage", PoisonedStage)
         with pytest.raises(

@@ -66,11 +66,14 @@ def test_a_run_that_is_told_to_stop_publishes_what_is_finished_and_leaves_nothin
     assert "c2kv-units" not in {thread.name for thread in threading.enumerate()}
     assert signal.getsignal(signal.SIGTERM) == before
     assert len(KVStore.open(config.store).rows()) == 1, "what was finished"
-    assert [note for note in notes(config) if not note.endswith("/alive.json")] == [], "nobody is blamed"
+    next_night = Attempts(open_storage(config.store), namespace="default", run="next")
+    next_night.heartbeat()
+    assert next_night.left_behind() == {}, "nobody is blamed"
     (report,) = Path(config.store).glob("runs/*/report.json")
     assert json.loads(report.read_text())["state"] == "interrupted"
     monkeypatch.undo()
     assert extract(config).extracted == 4
+    assert [note for note in notes(config) if "/next/" not in note] == [], "nothing of it is left"
 
 
 def test_a_diagnosis_names_what_is_being_worked_on(ray_cluster: None, config: ExtractConfig) -> None:

@@ -3,7 +3,8 @@
 A process that dies takes its memory along, so the documents that may have killed it are written down before they are
 touched, and the note goes when they are done. A note that stays is an attempt that failed. Notes lie under
 ``attempts/<namespace>/<run>/``; the driver of a run renews ``alive.json`` there, so that notes of a run that still
-goes on are not taken for its end.
+goes on are not taken for its end. A driver that is told to stop leaves ``stopped.json``: the notes it names are of
+deaths, all others of processes that are stopped with it, which may write one more before they end.
 """
 
 import json
@@ -22,6 +23,7 @@ HEARTBEAT_S = 15.0
 DEAD_AFTER_S = 90.0
 """Silence after which a run is dead: six heartbeats."""
 _ALIVE = "alive.json"
+_STOPPED = "stopped.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,18 +85,22 @@ class Attempts:
             self._storage.delete(path)
 
     def withdraw(self) -> None:
-        """Remove the newest note of each unit: the process that works on it is stopped, and does not die of it.
+        """End the run early: of each unit, processes died over all notes but the newest, and of no later one.
 
         Raises:
             StoreError: I/O error.
         """
         with as_store_error(f"clear {self._folder}"):
             newest: dict[str, tuple[str, str]] = {}
-            for file in self._files(self._folder):
+            files = self._notes(self._storage.list_files(self._folder))
+            for file in files:
                 for attempt in self._read([file]):
                     note = (attempt.started_at, file.path)
                     newest[attempt.unit] = max(note, newest.get(attempt.unit, note))
-            for _, path in newest.values():
+            in_progress = {path for _, path in newest.values()}
+            deaths = sorted(file.path for file in files if file.path not in in_progress)
+            self._storage.put(f"{self._folder}{_STOPPED}", json.dumps({"deaths": deaths}).encode())
+            for path in in_progress:
                 self._storage.delete(path)
 
     def of_unit(self, unit: str) -> list[Attempt]:
@@ -104,8 +110,8 @@ class Attempts:
             StoreError: I/O error.
         """
         with as_store_error(f"read {self._folder}"):
-            names = [f for f in self._files(self._folder) if f.path.startswith(f"{self._folder}{unit}.")]
-            return list(self._read(names))
+            files = self._storage.list_files(self._folder)
+            return list(self._read([f for f in files if f.path.startswith(f"{self._folder}{unit}.")]))
 
     def running(self) -> list[Attempt]:
         """What this run works on, oldest first.
@@ -114,7 +120,8 @@ class Attempts:
             StoreError: I/O error.
         """
         with as_store_error(f"read {self._folder}"):
-            return sorted(self._read(self._files(self._folder)), key=lambda attempt: attempt.started_at)
+            notes = self._notes(self._storage.list_files(self._folder))
+            return sorted(self._read(notes), key=lambda attempt: attempt.started_at)
 
     def heartbeat(self) -> None:
         """Say that the run goes on.
@@ -132,17 +139,13 @@ class Attempts:
             StoreError: I/O error.
         """
         with as_store_error(f"read {self._root}"):
-            files = list(self._storage.list_files(self._root))
-            beats = {f.path: f.modified_s for f in files if f.path.endswith(f"/{_ALIVE}")}
-            # By the storage's own clock, which stamped both.
-            now_s = beats.get(f"{self._folder}{_ALIVE}", max(beats.values(), default=0.0))
-            notes = [f for f in files if f.path not in beats and self._is_left(f, beats, now_s)]
-            return {f.path: attempt for f in notes for attempt in self._read([f])}
+            notes = [note for files in self._dead_runs() for note in self._deaths(files)]
+            return {note.path: attempt for note in notes for attempt in self._read([note])}
 
     def clear(self, others: Iterable[str] = ()) -> None:
         """Remove all notes of this run, and these of others, once every document in them is accounted for.
 
-        Of dead runs that have no note left, the heartbeat goes too.
+        Of dead runs that have no note of a death left, everything goes.
 
         Raises:
             StoreError: I/O error.
@@ -150,22 +153,40 @@ class Attempts:
         with as_store_error(f"clear {self._root}"):
             for path in others:
                 self._storage.delete(path)
-            files = list(self._storage.list_files(self._root))
-            beats = {f.path: f.modified_s for f in files if f.path.endswith(f"/{_ALIVE}")}
-            now_s = beats.get(f"{self._folder}{_ALIVE}", 0.0)
-            noted = {_folder_of(f.path) for f in files if f.path not in beats}
-            for file in files:
-                is_own = _folder_of(file.path) == self._folder
-                is_over = _folder_of(file.path) not in noted and self._is_left(file, beats, now_s)
-                if is_own or is_over:
-                    self._storage.delete(file.path)
+            over = [files for files in self._dead_runs() if not self._deaths(files)]
+            for file in [*self._storage.list_files(self._folder), *(f for files in over for f in files)]:
+                self._storage.delete(file.path)
 
-    def _is_left(self, file: StoredFile, beats: dict[str, float], now_s: float) -> bool:
-        folder = _folder_of(file.path)
-        return folder != self._folder and now_s - beats.get(f"{folder}{_ALIVE}", 0.0) > DEAD_AFTER_S
+    def _dead_runs(self) -> list[list[StoredFile]]:
+        """Files of each other run that was stopped, or was silent for long."""
+        runs: dict[str, list[StoredFile]] = {}
+        beats: dict[str, float] = {}
+        stopped: set[str] = set()
+        for file in self._storage.list_files(self._root):
+            folder, _, name = file.path.rpartition("/")
+            runs.setdefault(folder, []).append(file)
+            if name == _ALIVE:
+                beats[folder] = file.modified_s
+            elif name == _STOPPED:
+                stopped.add(folder)
+        own = self._folder.rstrip("/")
+        # By the storage's own clock, which stamped both.
+        now_s = beats.get(own, max(beats.values(), default=0.0))
+        silent = {folder for folder in runs if now_s - beats.get(folder, 0.0) > DEAD_AFTER_S}
+        return [files for folder, files in runs.items() if folder != own and folder in silent | stopped]
 
-    def _files(self, folder: str) -> list[StoredFile]:
-        return [f for f in self._storage.list_files(folder) if not f.path.endswith(f"/{_ALIVE}")]
+    def _deaths(self, files: Sequence[StoredFile]) -> list[StoredFile]:
+        """Of the files of a dead run, the notes of attempts that failed."""
+        notes = self._notes(files)
+        for file in files:
+            if file.path.endswith(f"/{_STOPPED}"):
+                with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                    named = set(json.loads(self._storage.get(file.path).to_pybytes())["deaths"])
+                    return [note for note in notes if note.path in named]
+        return notes
+
+    def _notes(self, files: Iterable[StoredFile]) -> list[StoredFile]:
+        return [f for f in files if f.path.rpartition("/")[2] not in (_ALIVE, _STOPPED)]
 
     def _read(self, files: Sequence[StoredFile]) -> Iterator[Attempt]:
         for file in files:
@@ -174,7 +195,3 @@ class Attempts:
                 values = json.loads(self._storage.get(file.path).to_pybytes())
                 documents = tuple((doc_id, content) for doc_id, content in values["documents"])
                 yield Attempt(**{**values, "documents": documents})
-
-
-def _folder_of(path: str) -> str:
-    return path.rpartition("/")[0] + "/"
