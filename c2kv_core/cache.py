@@ -1,4 +1,4 @@
-"""Two caches: one that grows by concatenation (prefill, training), one that is filled in place (decode).
+"""Keys and values of a context, and a cache that grows from it by concatenation (prefill, training).
 
 Heads may have different numbers of entries: a context pads those of a layer to the head that has most, and ``seen``
 says which are there. Layers may differ as well.
@@ -8,12 +8,11 @@ H head dim, L layers.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class AppendCache:
         self._keys: list[Tensor | None] = list(context.keys) if context else []
         self._values: list[Tensor | None] = list(context.values) if context else []
         self._seen = list(context.seen) if context and context.seen is not None else None
-        self._causal = _Causal(torch.bool)
+        self._causal = Causal(torch.bool)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, **extra: Any) -> tuple[Tensor, Tensor]:
         """See ``hf_adapter.LayerCache``."""
@@ -105,118 +104,7 @@ class AppendCache:
         return ContextCache(keys=keys, values=values, seen=None if self._seen is None else tuple(self._seen))
 
 
-@dataclass(kw_only=True)
-class _Group:
-    """Heads of a layer that have equally many entries."""
-
-    heads: slice
-    keys: Tensor
-    """(1, K of the group, capacity, H)."""
-    values: Tensor
-    used: int
-    committed: int
-
-    def put(self, keys: Tensor, values: Tensor) -> None:
-        end = self.used + keys.shape[2]
-        self.keys[:, :, self.used : end] = keys
-        self.values[:, :, self.used : end] = values
-        self.used = end
-
-    def with_capacity(self, capacity: int) -> "_Group":
-        """The same entries in memory of their own."""
-        grown = [_with_room(x[:, :, : self.used], capacity) for x in (self.keys, self.values)]
-        return replace(self, keys=grown[0], values=grown[1])
-
-
-class DecodeCache:
-    """A copy of a context with room for ``extra_tokens`` more entries, filled in place; nothing in it is padded.
-
-    Heads with different numbers of entries have tensors of their own. What was put in since the last ``commit`` can be
-    dropped again.
-    """
-
-    def __init__(self, context: ContextCache, *, extra_tokens: int) -> None:
-        self._layers = [
-            [
-                _Group(
-                    heads=slice(0, int(keys.shape[1])),
-                    keys=_with_room(keys[:, :, :0], (keys.shape[2] if seen is None else 0) + extra_tokens),
-                    values=_with_room(
-                        values[:, :, :0], (keys.shape[2] if seen is None else 0) + extra_tokens
-                    ),
-                    used=0,
-                    committed=0,
-                )
-            ]
-            for keys, values, seen in context.layers()
-        ]
-        for index, (keys, values, seen) in enumerate(context.layers()):
-            self.place(_by_head(keys, seen), _by_head(values, seen), index, by_head=seen is not None)
-        self.commit()
-        self._causal = _Causal(context.keys[0].dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, room included."""
-        return sum(g.keys.nbytes + g.values.nbytes for layer in self._layers for g in layer)
-
-    def commit(self) -> None:
-        """Keep what is there."""
-        for layer in self._layers:
-            for group in layer:
-                group.committed = group.used
-
-    def rewind(self) -> None:
-        """Drop, in every layer, what came since the last ``commit``."""
-        for layer in self._layers:
-            for group in layer:
-                group.used = group.committed
-
-    def place(self, keys: Sequence[Tensor], values: Sequence[Tensor], layer: int, *, by_head: bool) -> None:
-        """Put in entries: one (1, K, S, H) of all heads, for which there is room, or ``by_head`` K times (1, 1, S, H),
-        for which room is made beside that for ``extra_tokens``."""
-        if by_head:
-            self._layers[layer] = [
-                _Group(
-                    heads=slice(head, head + 1),
-                    keys=group.keys[:, head - group.heads.start][:, None],
-                    values=group.values[:, head - group.heads.start][:, None],
-                    used=group.used,
-                    committed=group.committed,
-                ).with_capacity(group.keys.shape[2] + keys[head].shape[2])
-                for group in self._layers[layer]
-                for head in range(group.heads.start, group.heads.stop)
-            ]
-        for group in self._layers[layer]:
-            if by_head:
-                group.put(keys[group.heads.start], values[group.heads.start])
-            else:
-                group.put(keys[0][:, group.heads], values[0][:, group.heads])
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, *, scale: float) -> Tensor:
-        """Put in T new entries (1, K, T, H) and read with their queries (1, Q, T, H), which see all entries and each
-        other causally: (1, Q, T, H)."""
-        tokens = queries.shape[2]
-        per_head = queries.shape[1] // keys.shape[1]
-        read = []
-        for group in self._layers[layer]:
-            past = group.used
-            group.put(keys[:, group.heads], values[:, group.heads])
-            own = slice(group.heads.start * per_head, group.heads.stop * per_head)
-            read.append(
-                scaled_dot_product_attention(
-                    queries[:, own],
-                    group.keys[:, :, : group.used],
-                    group.values[:, :, : group.used],
-                    attn_mask=self._causal.mask(past, tokens, queries.device) if tokens > 1 else None,
-                    scale=scale,
-                    enable_gqa=True,
-                )
-            )
-        return read[0] if len(read) == 1 else torch.cat(read, dim=1)
-
-
-class _Causal:
+class Causal:
     """Masks of tokens that see each other causally. One is kept for all layers of a pass: whoever has fewer entries
     gets its end, as the new tokens stand last."""
 
@@ -235,16 +123,3 @@ class _Causal:
         columns = self._mask[:, self._mask.shape[1] - past - tokens :]
         # Kernels of GPUs ask for aligned rows.
         return columns.contiguous() if columns.is_cuda else columns
-
-
-def _by_head(x: Tensor, seen: Tensor | None) -> tuple[Tensor, ...]:
-    """(1, K, S, H) as it is, or without padding, head by head."""
-    if seen is None:
-        return (x,)
-    return tuple(x[:, head : head + 1, own] for head, own in enumerate(seen))
-
-
-def _with_room(x: Tensor, capacity: int) -> Tensor:
-    grown = x.new_empty(*x.shape[:2], capacity, x.shape[3])
-    grown[:, :, : x.shape[2]] = x
-    return grown

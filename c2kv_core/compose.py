@@ -186,19 +186,22 @@ def _shared_out(
     flat = [tuple(x.flatten(0, 2) for x in pair) for pair in moved]
     for layer in range(len(moved[0][0])):
         spans = [layout.span(i, layer) for i in range(len(documents))]
+        order_E, counts = layout.by_head(layer)
+        stands_E = torch.cat([x[span] for x, span in zip(stands, spans, strict=True)])[order_E].to(
+            model.device
+        )
+        order_E = order_E.to(model.device)
+        # Rows are put in order as they are stored, which for 16 bits is half the bytes.
         keys_EH, values_EH = (
-            torch.cat([pair[part][span].to(model.dtype) for pair, span in zip(flat, spans, strict=True)])
+            torch.cat([pair[part][span] for pair, span in zip(flat, spans, strict=True)])
+            .index_select(0, order_E)
+            .to(model.dtype)
             for part in (0, 1)
         )
-        stands_E = torch.cat([x[span] for x, span in zip(stands, spans, strict=True)]).to(model.device)
-        own = tuple(x[:, stands_E] for x in angles)
+        own = tuple(x.index_select(1, stands_E) for x in angles)
         turned_11EH = hf_adapter.rotate(keys_EH[None, None], (own[0], own[1]))
-        order_E, counts = layout.by_head(layer)
-        order_E = order_E.to(model.device)
         yield PlacedLayer(
-            turned_11EH[:, :, order_E].split(counts, dim=2),
-            values_EH[None, None, order_E].split(counts, dim=2),
-            by_head=True,
+            turned_11EH.split(counts, dim=2), values_EH[None, None].split(counts, dim=2), by_head=True
         )
 
 

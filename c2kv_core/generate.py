@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from c2kv_core import hf_adapter
-from c2kv_core.cache import ContextCache, DecodeCache
+from c2kv_core.cache import ContextCache
 from c2kv_core.compose import (
     PREFILL_CHUNK_TOKENS,
     ComposedContext,
@@ -16,6 +16,7 @@ from c2kv_core.compose import (
     rotated_layers,
 )
 from c2kv_core.decode_batch import step_together
+from c2kv_core.decode_cache import DecodeCache
 from c2kv_core.document import CompressedDocument
 from c2kv_core.errors import InputError
 from c2kv_core.sampling import Sampler, SamplingParams

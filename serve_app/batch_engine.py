@@ -7,7 +7,6 @@ others up by one piece at a time, and none waits for another's end.
 """
 
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -80,7 +79,7 @@ class BatchEngine:
         stall_timeout_s: float,
         retry_after_s: int,
         on_batch: Callable[[int], None] | None = None,
-        niceness: int = 0,
+        begin: Callable[[], None] | None = None,
     ) -> None:
         """Start the worker thread.
 
@@ -92,8 +91,7 @@ class BatchEngine:
             stall_timeout_s: seconds after which one unfinished piece of work counts as a fault.
             retry_after_s: seconds that refused clients are told to wait.
             on_batch: is told how many answers each decode step served, on the worker thread.
-            niceness: how far the worker thread, and those that compute for it, stand back behind the process's other
-                threads (nice(2)).
+            begin: is called on the worker thread before all else.
         """
         self._turns = turns
         self._step = step
@@ -102,7 +100,7 @@ class BatchEngine:
         self._stall_timeout_s = stall_timeout_s
         self._retry_after_s = retry_after_s
         self._on_batch = on_batch or (lambda answers: None)
-        self._niceness = niceness
+        self._begin = begin or (lambda: None)
         self._changed = threading.Condition()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -188,11 +186,8 @@ class BatchEngine:
     # ---- worker thread
 
     def _work(self) -> None:
-        if self._niceness:
-            # Of this thread alone on Linux. Threads that it starts, such as OpenMP's, inherit it.
-            own = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + self._niceness)
         try:
+            self._begin()
             while self._admit():
                 self._drop_lost()
                 preparing = next((request for request in self._running if request.step is None), None)

@@ -1,7 +1,9 @@
 """From a configuration to a service that answers: the parts and how they hang together."""
 
 import logging
+import os
 import sys
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -41,9 +43,7 @@ def load_service(config: ServeConfig, recorder: Recorder | None = None) -> tuple
     # The model's thread asks for the interpreter after each of thousands of operations a step; while tokens are being
     # carried to clients it would wait five milliseconds each time.
     sys.setswitchinterval(_SWITCH_S)
-    threads = config.threads()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    _compute_alone(config)
     first, *others = config.compressor_specs()
     compressor = Compressor.load(first)
     shared = Shared.of(config, compressor)
@@ -82,7 +82,15 @@ def _engine(
         # Answers of all editions in one batch: from here on only the base computes.
         return step_together(compressor.model, [s.decoder for s in steps], [s.ids for s in steps])
 
-    return BatchEngine(
+    begun = threading.Event()
+
+    def begin() -> None:
+        try:
+            _compute_for_all(config)
+        finally:
+            begun.set()
+
+    engine = BatchEngine(
         lambda work: answerer(work).turns(work),
         step,
         lambda work: answerer(work).size_bytes(work),
@@ -94,5 +102,32 @@ def _engine(
         stall_timeout_s=config.stall_timeout_s,
         retry_after_s=config.retry_after_s,
         on_batch=None if recorder is None else recorder.batch,
-        niceness=_STANDS_BACK if config.device == "cpu" else 0,
+        begin=begin,
     )
+    begun.wait()
+    _compute_alone(config)
+    return engine
+
+
+def _compute_alone(config: ServeConfig) -> None:
+    """Let this thread, and all that have computed nothing yet, do their maths on one core.
+
+    A pool of OpenMP threads belongs to the thread that began it. When the pools of a process have more threads than
+    there are cores, libgomp lets them sleep between operations where they would spin, and a decode step, hundreds of
+    short operations, takes twice as long. So the model's thread has the only pool.
+    """
+    if config.device == "cpu":
+        torch.set_num_threads(1)
+
+
+def _compute_for_all(config: ServeConfig) -> None:
+    """Give this thread, the model's, the replica's share of the cores."""
+    if config.device == "cpu":
+        # Of this thread alone on Linux; the threads that it starts inherit it.
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _STANDS_BACK)
+    threads = config.threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+        # A thread takes over what was set last, by whichever thread, when it first asks. This one has asked now.
+        torch.get_num_threads()

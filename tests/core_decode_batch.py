@@ -3,10 +3,12 @@
 import random
 
 import pytest
+import torch
 from torch import Tensor
 
 from c2kv_core import hf_adapter
-from c2kv_core.compose import PREFILL_CHUNK_TOKENS, compose, prefill
+from c2kv_core.cache import AppendCache
+from c2kv_core.compose import PREFILL_CHUNK_TOKENS, compose, prefill, rotated_layers, token_states
 from c2kv_core.decode_batch import step_together
 from c2kv_core.extractor import Extractor
 from c2kv_core.generate import Decoder
@@ -127,33 +129,47 @@ def test_a_long_question_is_read_in_chunks() -> None:
     assert whole.next_position == decoder.position
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("heads", ["equal", "at once", "one by one"])
 @pytest.mark.parametrize(("architecture", "rope"), [("llama", "llama3"), ("qwen3", "yarn")])
 def test_documents_placed_in_an_answers_own_room_equal_those_composed(
-    architecture: str, rope: str, shared: bool
+    architecture: str, rope: str, heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if heads == "one by one":
+        monkeypatch.setattr("c2kv_core.decode_cache.HEADS_READ_AT_ONCE", 0)
     model = tiny_model(architecture, rope)
-    extractor = Extractor(model, shared_sidecar(model) if shared else random_sidecar(model))
+    extractor = Extractor(model, random_sidecar(model) if heads == "equal" else shared_sidecar(model))
     some = extractor.extract(documents([40, 7, 33]), 4)
     other = extractor.extract(documents([12]), 8, force_ratio=True)
     text, question = token_ids(PREFILL_CHUNK_TOKENS + 9, seed=3), token_ids(5, seed=4)
+    answer = token_ids(4, seed=5)
     prefix = prefill(model, token_ids(7, seed=99))
     context = compose(model, prefill(model, text, compose(model, prefix, some)), other)
-    expected = Decoder(model, context, question, max_new_tokens=3).prefill_question()
     before = [k.clone() for k in prefix.cache.keys]
     decoder = Decoder(
         model,
         prefix,
         question,
-        max_new_tokens=3,
+        max_new_tokens=len(answer) + 1,
         # Slots that are shared out make their own room.
-        more_entries=len(text) + (0 if shared else sum(d.num_slots for d in (*some, *other))),
+        more_entries=len(text) + (sum(d.num_slots for d in (*some, *other)) if heads == "equal" else 0),
         more_positions=sum(d.num_tokens for d in (*some, *other)) + len(text),
     )
     decoder.place(some)
     for start in range(0, len(text), PREFILL_CHUNK_TOKENS):
         step_together(model, [decoder], [text[start : start + PREFILL_CHUNK_TOKENS]])
+    # A placement that fails half way leaves nothing behind.
+    layers, _ = rotated_layers(model, other, decoder.position)
+    placed = next(layers)
+    decoder.cache.place(placed.keys, placed.values, 0, by_head=placed.by_head)
     decoder.place(other)
-    logits_close(step_together(model, [decoder], [question])[0], expected)
-    assert decoder.position == context.next_position + 5
+    stepped = [step_together(model, [decoder], [question])[0], *map(decoder.step, answer)]
+    # The stock layers, over a cache that pads heads and masks what is padded.
+    cache = AppendCache(context.cache)
+    ids = torch.tensor([[*question, *answer]])
+    with torch.no_grad():
+        hidden = token_states(model, ids, cache, start=context.next_position)
+        expected = hf_adapter.logits(model, hidden)[0, len(question) - 1 :]
+    for got, wanted in zip(stepped, expected, strict=True):
+        logits_close(got, wanted)
+    assert decoder.position == context.next_position + ids.shape[1]
     assert all(bool((k == b).all()) for k, b in zip(prefix.cache.keys, before, strict=True))

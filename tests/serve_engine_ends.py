@@ -4,9 +4,12 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import aclosing, suppress
+from typing import Any
 
 import pytest
+import torch
 
+from c2kv_core.decode_batch import step_together
 from serve_app.batch_engine import BatchEngine
 from serve_app.engine import answer_events
 from serve_app.errors import ApiError
@@ -103,6 +106,31 @@ def test_client_that_leaves_frees_a_real_answer(world: World) -> None:
     assert (stats.cancelled, stats.finished) == (1, 0)
     assert ask(service, ["oak"]).text
     service.close()
+
+
+def test_the_models_thread_alone_computes_on_several_cores(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recording(*args: Any) -> Any:
+        model.append(torch.get_num_threads())
+        return step_together(*args)
+
+    model: list[int] = []
+    others: list[int] = []
+    before = torch.get_num_threads()
+    monkeypatch.setattr("serve_app.loading.step_together", recording)
+    service, _ = load_service(world.config(torch_threads=3))
+    try:
+        ask(service, ["oak"])
+        late = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+        late.start()
+        late.join()
+        ask(service, ["oak"])
+    finally:
+        service.close()
+        torch.set_num_threads(before)
+    assert set(model) == {3}
+    assert others == [1], "a second pool would slow the model's down"
 
 
 def test_deadline_of_a_request_is_kept(world: World) -> None:
