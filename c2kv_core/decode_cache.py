@@ -180,8 +180,8 @@ class _HeadByHead:
 class _RowsOfAllHeads:
     """All heads in the rows of one matrix: what documents gave, head by head, then K rows a token.
 
-    On a CPU a decoding step spends its time on reading entries, and on starting operations: here these are five a
-    layer, whatever the number of heads, and an entry is read once, not once for each query head.
+    On a CPU a decoding step spends its time on reading entries and on starting operations: here these are few, whatever
+    the number of heads, and an entry is read once, not once for each query head.
     """
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], *, room: int) -> None:
@@ -189,12 +189,12 @@ class _RowsOfAllHeads:
         self._room = room
         self._keys, self._values = (self._filled(x) for x in (keys, values))
         self._token_keys, self._token_values = (self._tokens(x) for x in (self._keys, self._values))
-        self._unseen_QR: Tensor | None = None
+        self._others_KR = self._other_heads()
         self.used = self.committed = 0
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        return self._keys.nbytes + self._values.nbytes + self._others_KR.nbytes
 
     def put(self, keys: Tensor, values: Tensor) -> None:
         end = self.used + keys.shape[2]
@@ -228,18 +228,19 @@ class _RowsOfAllHeads:
 
     def _read_one(self, queries: Tensor, *, scale: float) -> Tensor:
         """Of one token: products of all queries (Q, H) and all rows, of which a query sees those of its kv head."""
-        if self._unseen_QR is None:
-            self._unseen_QR = self._unseen(queries.shape[1])
-        rows = len(self._keys) - (self._room - self.used) * len(self._counts)
-        scores_QR = torch.addmm(self._unseen_QR[:, :rows], queries[0, :, 0], self._keys[:rows].T, alpha=scale)
-        return (scores_QR.softmax(dim=-1) @ self._values[:rows])[None, :, None]
+        heads = len(self._counts)
+        rows = len(self._keys) - (self._room - self.used) * heads
+        queries_QH = queries[0, :, 0] * scale
+        scores_KGR = (queries_QH @ self._keys[:rows].T).view(heads, -1, rows)
+        scores_KGR.masked_fill_(self._others_KR[:, None, :rows], float("-inf"))
+        read_QH = scores_KGR.softmax(dim=-1).view(-1, rows) @ self._values[:rows]
+        return read_QH[None, :, None]
 
-    def _unseen(self, query_heads: int) -> Tensor:
-        """(Q, R): 0 where a query head sees a row, else minus infinity."""
+    def _other_heads(self) -> Tensor:
+        """(K, R): which rows are another head's."""
         heads = torch.arange(len(self._counts))
         head_R = torch.cat([heads.repeat_interleave(torch.tensor(self._counts)), heads.repeat(self._room)])
-        head_Q = heads.repeat_interleave(query_heads // len(heads))
-        return torch.zeros(query_heads, len(head_R)).masked_fill_(head_Q[:, None] != head_R, float("-inf"))
+        return heads[:, None] != head_R
 
     def _filled(self, given: Sequence[Tensor]) -> Tensor:
         """(R, H): these rows, and room."""
