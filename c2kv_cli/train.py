@@ -65,6 +65,6 @@ def _print_summary(report: dict[str, Any]) -> None:
         rows["left out"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in left_out.items())
     made = "sidecar" if "sidecar" in report else "control"
     rows[made] = report[made]
-    rows["curves"] = f"{report['folder']}/curves.png, metrics.jsonl, dev.jsonl, tensorboard/"
+    rows["run folder"] = report["folder"]
     for name, value in rows.items():
         out.print(f"{name:>14}  {value}")

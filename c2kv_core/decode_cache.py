@@ -36,7 +36,7 @@ class DecodeCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, room included."""
+        """Bytes of keys and values, room included."""
         return sum(layer.nbytes for layer in self._layers)
 
     def commit(self) -> None:
@@ -194,7 +194,7 @@ class _RowsOfAllHeads:
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes + self._others_KR.nbytes
+        return self._keys.nbytes + self._values.nbytes
 
     def put(self, keys: Tensor, values: Tensor) -> None:
         end = self.used + keys.shape[2]

@@ -1,7 +1,7 @@
 """Configuration of a training run. Defaults are the paper's recipe; every option beyond it is off."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -64,12 +64,15 @@ class Reconstruction(Config):
     """Stands before the cue in the question."""
 
 
+Ratio = Annotated[int, Field(ge=1)]
+
+
 class Stage(Config):
     """What a curriculum changes from a step on; what a stage leaves out stays as it was."""
 
     from_step: int = Field(ge=1)
     """First optimizer step of the stage."""
-    ratios: tuple[int, ...] | None = Field(default=None, min_length=1)
+    ratios: tuple[Ratio, ...] | None = Field(default=None, min_length=1)
     """Source tokens per slot; each document draws one."""
     documents_per_row: tuple[int, int] | None = None
     """Fewest and most documents of a row."""
@@ -98,7 +101,7 @@ class TrainConfig(Config):
     device: str = "cpu"
     """Torch device of a worker: cpu or cuda."""
 
-    ratios: tuple[int, ...] = Field(default=(4,), min_length=1)
+    ratios: tuple[Ratio, ...] = Field(default=(4,), min_length=1)
     """Source tokens per slot; each document of a row draws one."""
     stages: tuple[Stage, ...] = ()
     """Curriculum: from a step on, other ratios or numbers of documents."""
