@@ -135,7 +135,7 @@ class _HeadByHead:
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], *, room: int) -> None:
         self._room = room
-        self._given = [k.shape[0] for k in keys]
+        self._counts = [k.shape[0] for k in keys]
         self._heads = [
             _EqualHeads(k[None, None], v[None, None], room=k.shape[0] + room)
             for k, v in zip(keys, values, strict=True)
@@ -150,7 +150,7 @@ class _HeadByHead:
 
     def put(self, keys: Tensor, values: Tensor) -> None:
         for index, head in enumerate(self._heads):
-            head.used = self._given[index] + self.used
+            head.used = self._counts[index] + self.used
             head.put(keys[:, index : index + 1], values[:, index : index + 1])
         self.used += keys.shape[2]
 
@@ -162,19 +162,23 @@ class _HeadByHead:
         )
 
     def with_entries(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> _Layer:
-        def joined(own: list[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
-            given = [x[0, 0, :count] for x, count in zip(own, self._given, strict=True)]
-            return [torch.cat(pair) for pair in zip(given, more, strict=True)]
-
-        def tokens(own: list[Tensor]) -> Tensor:
-            ends = [(x, count, count + self.used) for x, count in zip(own, self._given, strict=True)]
-            return torch.cat([x[:, :, start:end] for x, start, end in ends], dim=1)
-
-        own_k, own_v = [head.keys for head in self._heads], [head.values for head in self._heads]
-        made = _HeadByHead(joined(own_k, keys), joined(own_v, values), room=self._room)
-        made.put(tokens(own_k), tokens(own_v))
+        own_k, own_v = [head.keys[0, 0] for head in self._heads], [head.values[0, 0] for head in self._heads]
+        made = _HeadByHead(
+            [torch.cat(pair) for pair in zip(self._given(own_k), keys, strict=True)],
+            [torch.cat(pair) for pair in zip(self._given(own_v), values, strict=True)],
+            room=self._room,
+        )
+        made.put(self._tokens(own_k), self._tokens(own_v))
         made.committed = self.committed
         return made
+
+    def _given(self, heads: Sequence[Tensor]) -> list[Tensor]:
+        """(S, H) views of what documents gave each head."""
+        return [x[:count] for x, count in zip(heads, self._counts, strict=True)]
+
+    def _tokens(self, heads: Sequence[Tensor]) -> Tensor:
+        """(1, K, T, H) tokens that are there."""
+        return torch.stack([x[n : n + self.used] for x, n in zip(heads, self._counts, strict=True)])[None]
 
 
 class _RowsOfAllHeads:
