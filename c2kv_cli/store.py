@@ -28,6 +28,9 @@ Uri = Annotated[str, typer.Argument(help="Directory or s3:// URI of the store.")
 Namespace = Annotated[str | None, typer.Option(help="Only this tenant.")]
 Fingerprint = Annotated[str | None, typer.Option(help="Only this fingerprint, or its beginning.")]
 
+TABLE_COLUMNS = 160
+"""Characters that a line of a table may have, however narrow the terminal."""
+
 
 @app.command("ls")
 def ls(
@@ -54,17 +57,31 @@ def ls(
         print_json({"uri": uri, "groups": groups, "documents": sum(t.documents for t in totals), **listed})
         return
     if documents:
+        typer.echo("namespace\tfingerprint\ttokens\tid")
         for row in rows:
             # An id may hold anything; what would move the cursor is shown escaped.
             name = row.doc_id if row.doc_id.isprintable() else repr(row.doc_id)
             typer.echo(f"{row.namespace}\t{row.fingerprint[:12]}\t{row.source_tokens}\t{name}")
         return
-    columns = ("namespace", "fingerprint", "k", "slot", "docs", "parts", "slots", "tokens", "MiB", "B/token")
+    columns = (
+        "namespace",
+        "fingerprint",
+        "sidecar",
+        "k",
+        "slot",
+        "docs",
+        "parts",
+        "slots",
+        "tokens",
+        "MiB",
+        "B/token",
+    )
     table = Table(*columns, box=None)
     for g in groups:
         table.add_row(
             g["namespace"],
             g["fingerprint"][:12],
+            (g["sidecar"] or "?")[:12],
             str(g["ratio"] or "?"),
             g["codec"] or "?",
             f"{g['documents']:,}",
@@ -74,7 +91,10 @@ def ls(
             f"{g['bytes'] / 2**20:,.1f}",
             f"{g['bytes_per_source_token']:,.0f}",
         )
-    Console().print(table)
+    out = Console()
+    # A terminal wraps what is too long; a cut fingerprint could not be copied.
+    out.width = max(out.width, TABLE_COLUMNS)
+    out.print(table)
 
 
 @app.command("served")
@@ -88,6 +108,8 @@ def served(uri: Uri, namespace: Namespace = None, as_json: AsJson = False) -> No
     if not any(histories.values()):
         where = uri if namespace is None else repr(namespace)
         typer.echo(f"nothing was promoted in {where}: servers go by their own configuration")
+    else:
+        typer.echo("namespace\tversion\tfingerprint\tsince\tby\treason")
     for name, entries in histories.items():
         for entry in entries:
             fields = (name, str(entry.version), entry.fingerprint[:12], entry.at, entry.by, entry.reason)
@@ -122,7 +144,9 @@ def promote_fingerprint(
 @app.command("show")
 def show(
     uri: Uri,
-    doc_id: Annotated[str, typer.Argument(help="Document id.")],
+    doc_id: Annotated[
+        str, typer.Argument(help="Document id, as `c2kv store ls URI --documents` lists them.")
+    ],
     namespace: Annotated[str, typer.Option(help="Tenant.")] = "default",
     as_json: AsJson = False,
 ) -> None:
@@ -166,6 +190,8 @@ def failures(uri: Uri, namespace: Namespace = None, as_json: AsJson = False) -> 
         ]
         print_json({"uri": uri, "failures": listed})
         return
+    if letters:
+        typer.echo("namespace\tfingerprint\tkind\tattempts\tid\treason")
     for one in letters:
         name = one.doc_id if one.doc_id.isprintable() else repr(one.doc_id)
         typer.echo(
@@ -280,6 +306,7 @@ def _described(store: KVStore, totals: Totals) -> dict[str, Any]:
     identity = store.identity_of(totals.fingerprint)
     return {
         **asdict(totals),
+        "sidecar": None if identity is None else identity.sidecar_digest,
         "ratio": None if identity is None else identity.ratio,
         "codec": None if identity is None else _codec(identity),
         "bytes_per_source_token": totals.bytes / max(1, totals.source_tokens),

@@ -1,7 +1,8 @@
 """``c2kv train``: a sidecar from rows of documents, questions and answers."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import Progress
 
@@ -11,18 +12,40 @@ from c2kv_cli.progress import progress_bar
 from pipelines.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from pipelines.train.loop import Progress as RunProgress
+    from pipelines.train.progress import Progress as RunProgress
 
 
-def train(overrides: Overrides = None, config: ConfigFile = None, as_json: AsJson = False) -> None:
+def train(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    data: Annotated[list[str] | None, typer.Option(help="Rows to train on, a file; may be repeated.")] = None,
+    dev: Annotated[list[str] | None, typer.Option(help="Held-out rows, a file; may be repeated.")] = None,
+    model: Annotated[str | None, typer.Option(help="Alias, Hugging Face directory or hub id.")] = None,
+    ratio: Annotated[list[int] | None, typer.Option(help="Source tokens per slot; may be repeated.")] = None,
+    output: Annotated[str | None, typer.Option(help="Directory or s3:// URI that holds run folders.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run; the same name goes on with it.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """Train a sidecar for a frozen model, or go on where the run of this name stopped."""
-    resolved = resolve(TrainConfig, config, overrides)
+    resolved = resolve(
+        TrainConfig,
+        config,
+        overrides,
+        data=data,
+        dev=dev,
+        model=model,
+        ratios=ratio,
+        output=output,
+        run=run,
+    )
     # Imported late: torch and transformers take seconds.
+    from pipelines.train.progress import TrainingLines
     from pipelines.train.run import train as run_train
 
     goes_on = "the same command goes on from the newest checkpoint"
     with when_interrupted(goes_on), progress_bar("training") as bar:
-        report = run_train(resolved, progress=_Follow(bar))
+        # A terminal gets a bar, a log gets lines.
+        report = run_train(resolved, progress=TrainingLines() if bar.disable else _Follow(bar))
     if as_json:
         print_json(report)
     else:
@@ -37,19 +60,13 @@ class _Follow:
         self._task = bar.add_task("train", total=None, detail="starting")
 
     def __call__(self, progress: "RunProgress") -> None:
-        numbers = "starting"
-        if progress.record is not None:
-            record = progress.record
-            numbers = f"loss {record.loss:.3f}  {record.source_tokens / record.elapsed_s:,.0f} tokens/s"
-            if record.mfu is not None:
-                numbers += f"  MFU {record.mfu:.0%}"
-        if progress.best_score is not None:
-            numbers += f"  best held-out {progress.best_score:.3f}"
-        self._bar.update(self._task, completed=progress.step, total=progress.steps, detail=numbers)
+        self._bar.update(self._task, completed=progress.step, total=progress.steps, detail=progress.detail)
 
 
 def _print_summary(report: dict[str, Any]) -> None:
     out = Console(highlight=False, soft_wrap=True)
+    if not report["attempt_steps"]:
+        out.print("Nothing was left to train: this run had all its steps. Its result was written again.")
     rows = {
         "steps": f"{report['step']:,}, {report['rows']:,} rows, {report['source_tokens']:,} source tokens",
         "last loss": f"{report['last']['loss']:.4f}, answers {report['last']['answer']:.4f} nats a token",
@@ -62,7 +79,7 @@ def _print_summary(report: dict[str, Any]) -> None:
     if report["dropped"]:
         left_out["replaced while drawing"] = report["dropped"]
     if left_out:
-        rows["left out"] = ", ".join(f"{count:,} rows: {reason}" for reason, count in left_out.items())
+        rows["rows left out"] = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
     made = "sidecar" if "sidecar" in report else "control"
     rows[made] = report[made]
     rows["run folder"] = report["folder"]

@@ -194,7 +194,10 @@ def test_json_is_one_object_on_stdout_and_store_commands_read_it_back(
     _, out, _ = run(monkeypatch, capsys, "store", "ls", store, "--json")
     (group,) = json.loads(out)["groups"]
     assert (group["documents"], group["fingerprint"], group["ratio"]) == (1, report["fingerprints"]["4"], 4)
-    assert run(monkeypatch, capsys, "store", "ls", store, "--documents")[1].split("\t")[-1] == "a\n"
+    _, out, _ = run(monkeypatch, capsys, "store", "ls", store, "--documents")
+    assert [line.split("\t")[-1] for line in out.splitlines()] == ["id", "a"]
+    _, out, _ = run(monkeypatch, capsys, "store", "ls", store)
+    assert group["sidecar"][:12] in out
 
     _, out, _ = run(monkeypatch, capsys, "store", "show", store, "a", "--json")
     assert json.loads(out)["records"][0]["source_tokens"] == report["source_tokens"]
@@ -202,7 +205,7 @@ def test_json_is_one_object_on_stdout_and_store_commands_read_it_back(
     assert "nothing was promoted" in run(monkeypatch, capsys, "store", "served", store)[1]
     run(monkeypatch, capsys, "store", "promote", store, report["fingerprints"]["4"])
     _, out, _ = run(monkeypatch, capsys, "store", "served", store)
-    assert out.split("\t")[:3] == ["default", "1", report["fingerprints"]["4"][:12]]
+    assert out.splitlines()[1].split("\t")[:3] == ["default", "1", report["fingerprints"]["4"][:12]]
     _, out, _ = run(monkeypatch, capsys, "store", "served", store, "--json")
     assert [entry["version"] for entry in json.loads(out)["namespaces"]["default"]] == [1]
 

@@ -14,9 +14,12 @@ from pipelines.train import objective
 from pipelines.train.config import TrainConfig
 from pipelines.train.objective import Losses, Objective
 from pipelines.train.prepare import Prepared
+from pipelines.train.progress import LOADING, MEASURING, READING, TRAINING, WRITING
 from pipelines.train.run import train
 from tests.pipelines_sources import write_jsonl
 from tests.pipelines_train_kit import tiny_model_dir, train_config, tree_file, tree_row
+
+PHASES = (READING, LOADING, MEASURING, TRAINING, WRITING)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,11 @@ def test_the_command_leaves_records_curves_card_and_a_usable_sidecar(tmp_path: P
     report = json.loads(done.stdout)
     folder = run_folder(config)
     assert report["sidecar"] == str(folder / "sidecar")
+    assert (report["attempts"], report["attempt_steps"]) == (1, config.steps)
+    told = [line for line in done.stderr.splitlines() if line.startswith(PHASES)]
+    begun = list(dict.fromkeys(line.removesuffix(" ...").partition(":")[0] for line in told))
+    assert begun == list(PHASES)
+    assert any(line.startswith("training: step 6 of 6, loss ") for line in told)
     assert report["rows"] == config.steps * config.batch_rows
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
@@ -62,13 +70,28 @@ def test_the_command_leaves_records_curves_card_and_a_usable_sidecar(tmp_path: P
     made = Compressor.load(
         CompressorSpec(model=config.model, sidecar=str(folder / "sidecar"), ratios=config.ratios)
     )
+    assert f"Sidecar {made.identities[4].sidecar_digest} " in (folder / "sidecar/README.md").read_text()
     assert made.sidecar.config.trained
     assert made.sidecar.config.ratios == config.ratios
     assert made.sidecar.header.base_digest == made.identities[4].base_digest
 
 
+def test_what_is_not_installed_is_told_at_once_and_leaves_nothing(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("matplotlib", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    config = train_config(tmp_path, model_dir, curves=True, tensorboard=True)
+    with pytest.raises(ConfigError, match=r"matplotlib and tensorboard, .* curves=false tensorboard=false"):
+        train(config)
+    with pytest.raises(ConfigError, match=r"^not installed: tensorboard, .* or give tensorboard=false"):
+        train(config.model_copy(update={"curves": False}))
+    assert not Path(config.output).exists()
+    assert train(config.model_copy(update={"curves": False, "tensorboard": False}))["step"] == config.steps
+
+
 def check_card(card: str) -> None:
-    assert "| trees | 8 | by rows | CC0-1.0 | 0 |" in card
+    assert "| trees.jsonl | 8 | by rows | CC0-1.0 | 0 |" in card
     assert "moved by 0." in card
     assert "| file | full compute | no documents | k = 2 | k = 4 |" in card
     assert "lr: 0.01" in card

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from c2kv_core.errors import NonFiniteLossError, TrainingError
-from pipelines.train.loop import Progress
+from pipelines.train.progress import Progress
 from pipelines.train.run import train
 from tests.pipelines_train_kit import losses, tiny_model_dir, train_config
 

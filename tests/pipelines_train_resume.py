@@ -21,7 +21,7 @@ from pipelines.train.attempts import Attempt
 from pipelines.train.checkpoint import MANIFEST, Checkpoints
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import PROGRESS, RunFolder
-from pipelines.train.loop import Progress
+from pipelines.train.progress import LOADING, TRAINING, WRITING, Progress
 from pipelines.train.run import train
 from tests.pipelines_train_kit import losses, metrics, tiny_model_dir, train_config
 
@@ -70,10 +70,12 @@ def test_a_stopped_run_goes_on_with_the_same_numbers(
 def test_a_finished_run_does_nothing_more(tmp_path: Path, model_dir: Path) -> None:
     config = train_config(tmp_path, model_dir)
     first = train(config)
-    steps: list[int] = []
-    second = train(config, progress=lambda p: steps.append(p.step))
-    assert steps == [config.steps]
-    assert (second["last"], second["attempts"]) == (first["last"], first["attempts"] + 2)
+    seen: list[Progress] = []
+    second = train(config, progress=seen.append)
+    assert [p.phase for p in seen] == [LOADING, TRAINING, WRITING]
+    assert [p.step for p in seen if p.phase == TRAINING] == [config.steps]
+    assert (first["attempts"], first["attempt_steps"]) == (1, config.steps)
+    assert (second["last"], second["attempts"], second["attempt_steps"]) == (first["last"], 2, 0)
 
 
 def test_another_configuration_under_the_same_name_is_refused(tmp_path: Path, model_dir: Path) -> None:
@@ -81,6 +83,8 @@ def test_another_configuration_under_the_same_name_is_refused(tmp_path: Path, mo
     train(config)
     with pytest.raises(ConfigError, match=r"has lr 0\.01, got 0\.5; .* another run name"):
         train(config.model_copy(update={"lr": 0.5}))
+    with pytest.raises(ConfigError, match=r"has ratios \[2, 4\], got \[8\]; "):
+        train(config.model_copy(update={"ratios": (8,)}))
     train(config.model_copy(update={"micro_batch_rows": 1, "keep_checkpoints": 1}))
 
 
@@ -240,7 +244,7 @@ def test_a_killed_worker_is_replaced_and_the_numbers_stay(
     threading.Thread(target=kill, daemon=True).start()
     report = train(hit)
     assert len(killed) == 1
-    assert report["attempts"] == 3, "the driver's claim, the first workers' and their replacements'"
+    assert report["attempts"] == 2, "the first workers and their replacements"
     assert metrics(hit) == metrics(calm)
 
 
@@ -278,7 +282,7 @@ def test_sigterm_saves_and_leaves(tmp_path: Path, model_dir: Path) -> None:
         train(config, progress=end_after)
     assert signal.getsignal(signal.SIGTERM) is before
     steps: list[int] = []
-    train(config, progress=lambda p: steps.append(p.step))
+    train(config, progress=lambda p: steps.extend([p.step] * (p.phase == TRAINING)))
     assert steps[0] == 2, "goes on from the step in which the signal came"
     assert metrics(config) == metrics(calm)
 
@@ -307,7 +311,7 @@ def test_a_full_disk_is_one_line_and_costs_what_came_after_the_last_checkpoint(
     process.join(timeout=240)
     assert process.exitcode == 0
     steps: list[int] = []
-    train(config, progress=lambda p: steps.append(p.step))
+    train(config, progress=lambda p: steps.extend([p.step] * (p.phase == TRAINING)))
     assert steps[0] == 2
     assert metrics(config) == metrics(calm)
 

@@ -12,7 +12,7 @@ from c2kv_core.errors import InputError, SidecarError
 from c2kv_core.head_slots import FRACTIONS
 from c2kv_core.text import ChatRenderer
 from pipelines.train.folder import RunFolder
-from pipelines.train.loop import Progress
+from pipelines.train.progress import Progress
 from pipelines.train.run import train
 from pipelines.train.selection import (
     FITTED,

@@ -3,17 +3,19 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from c2kv_cli.main import main
 from c2kv_core import Sidecar, hf_adapter
 from c2kv_core.config import load_config
 from pipelines.train.config import TrainConfig
 from pipelines.train.flops import StepTokens, layer_weights, step_flops
-from pipelines.train.run import train
+from pipelines.train.folder import MAY_CHANGE
 from tests.pipelines_train_kit import read_files, tiny_model_dir
 
 ROOT = Path(__file__).parent.parent
@@ -98,16 +100,24 @@ def block(kind: str, start: str = "") -> str:
 
 
 def test_the_smallest_run_trains_on_the_row_that_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f.jsonl").write_text(block("json"))
-    command, job, *overrides = shlex.split(block("", "c2kv train 'data="))
+    command, job, *overrides = shlex.split(block("", "c2kv train --data"))
     assert (command, job) == ("c2kv", "train")
     model = tiny_model_dir(tmp_path / "tiny")
-    config = load_config(TrainConfig, None, [*overrides, f"model={model}", "curves=false"])
-    report = train(config)
-    assert (report["step"], report["rows_left_out"]) == (2, {})
+    monkeypatch.setattr(sys, "argv", [command, job, *overrides, f"model={model}", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    report = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, report["step"], report["rows_left_out"]) == (0, 2, {})
+
+
+def test_what_a_run_may_go_on_with_is_listed() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    listed = text.partition("except for these keys")[2].partition("(`data_dir`")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == MAY_CHANGE
 
 
 def test_the_way_to_make_a_file_gives_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,10 @@ class Attempt:
         content = json.dumps({"checkpoints": sorted(checkpoints)}).encode()
         self._storage.put(f"attempts/{self.number:06d}.json", content)
 
+    def starts(self) -> int:
+        """How often workers began or went on with the run; the driver's claim before theirs is none."""
+        return sum(1 for file in self._storage.list_files("attempts/") if _LIST.search(file.path))
+
 
 def latest(storage: Storage) -> int:
     """Highest claimed number; 0 where there is none."""

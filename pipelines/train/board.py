@@ -3,29 +3,18 @@
 import tempfile
 from pathlib import Path
 
-from c2kv_core.errors import ConfigError
 from pipelines.train.dev import DevRecord
 from pipelines.train.folder import TENSORBOARD, RunFolder, writing
 from pipelines.train.trainer import StepRecord
-
-INSTALL = "pip install 'c2kv[train]'"
 
 
 class Board:
     """Writes scalars; steps after the one the run goes on from are hidden."""
 
     def __init__(self, folder: RunFolder, *, after_step: int) -> None:
-        """Open the event file.
+        """Open the event file; the package is there, as ``check_extras`` says."""
+        from torch.utils.tensorboard import SummaryWriter
 
-        Raises:
-            ConfigError: TensorBoard is not installed.
-        """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"tensorboard is true, but the package is missing; run: {INSTALL}, or set tensorboard=false"
-            ) from error
         self._folder, self._local = folder, Path(f"{folder.storage.uri}/{TENSORBOARD}")
         if "://" in folder.storage.uri:
             # Event files grow; object storage takes whole files only.

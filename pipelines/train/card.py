@@ -44,7 +44,13 @@ def model_card(
 
 def _data_table(files: list[RowFile]) -> str:
     rows = [
-        [f.name, f"{len(f.rows):,}", _weight(f), f.source.licence, f"{sum(f.dropped.values()):,}"]
+        [
+            f.source.path.rpartition("/")[2],
+            f"{len(f.rows):,}",
+            _weight(f),
+            f.source.licence,
+            f"{sum(f.dropped.values()):,}",
+        ]
         for f in files
     ]
     return _table(["file", "usable rows", "weight", "licence", "rows left out"], rows)

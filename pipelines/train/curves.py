@@ -3,32 +3,16 @@
 import io
 from typing import Any
 
-from c2kv_core.errors import ConfigError
-from pipelines.train.board import INSTALL
 from pipelines.train.dev import FULL, NONE
 
 SMOOTH = 50
 """Windows that a curve is averaged over: about this many points are drawn."""
 
 
-def check_available() -> None:
-    """Fail before training, not at its end.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"curves is true, but matplotlib is missing; run: {INSTALL}, or set curves=false"
-        ) from error
-
-
 def draw_curves(
     title: str, steps: list[dict[str, Any]], dev: list[dict[str, Any]], references: dict[str, Any]
 ) -> bytes:
-    """PNG of a run's records, as ``Records`` keeps them."""
+    """PNG of a run's records, as ``Records`` keeps them; the package is there, as ``check_extras`` says."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")

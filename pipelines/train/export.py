@@ -59,8 +59,9 @@ def _sidecar(folder: RunFolder, header: SidecarHeader, weights: dict[str, Tensor
 def export_sidecar(
     folder: RunFolder, header: SidecarHeader, weights: dict[str, Tensor], *, card: str, dtype: str
 ) -> str:
-    """Write the sidecar directory and its card; gives its place below the run folder."""
+    """Write the sidecar directory and its card, with its digest; gives its place below the run folder."""
     sidecar = _sidecar(folder, header, weights, dtype)
+    card += f"\nSidecar {sidecar.digest()} (`c2kv store ls` shows which documents are of it).\n"
     scratch = Path(tempfile.mkdtemp(prefix="c2kv-sidecar-"))
     try:
         sidecar.save(scratch / "made")

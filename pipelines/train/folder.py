@@ -71,12 +71,12 @@ class RunFolder:
                 yaml.safe_load(bytes(self.storage.get(CONFIG))),
                 source=f"{self.location}/{CONFIG}",
             )
-        for name in TrainConfig.model_fields:
-            if name not in MAY_CHANGE and getattr(saved, name) != getattr(self.config, name):
+        before, now = (config.model_dump(mode="json") for config in (saved, self.config))
+        for name in now:
+            if name not in MAY_CHANGE and before[name] != now[name]:
                 raise ConfigError(
-                    f"the run {self.config.run!r} in {self.config.output} has {name} "
-                    f"{getattr(saved, name)!r}, got {getattr(self.config, name)!r}; give the same to go on, "
-                    "or another run name to start anew"
+                    f"the run {self.config.run!r} in {self.config.output} has {name} {json.dumps(before[name])}, got "
+                    f"{json.dumps(now[name])}; give the same to go on, or another run name to start anew"
                 )
 
     def reading(self) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """The training loop of one worker: resume, step, evaluate, save, export."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from pipelines.train.board import Board
 from pipelines.train.card import model_card
 from pipelines.train.checkpoint import Checkpoints, name_of
 from pipelines.train.config import TrainConfig
-from pipelines.train.curves import check_available, draw_curves
+from pipelines.train.curves import draw_curves
 from pipelines.train.dev import DevSet
 from pipelines.train.export import (
     best_path,
@@ -24,29 +24,17 @@ from pipelines.train.export import (
     load_best,
     save_best,
 )
+from pipelines.train.extras import check_extras
 from pipelines.train.folder import CURVES, REPORT, RunFolder
 from pipelines.train.ingest import dropped_rows
 from pipelines.train.prepare import Prepared
+from pipelines.train.progress import FITTING, LOADING, MEASURING, TRAINING, WRITING, OnProgress, Progress
 from pipelines.train.records import Records
-from pipelines.train.selection import start_selection
+from pipelines.train.selection import FITTED, start_selection
 from pipelines.train.setup import TrainingSetup, set_up
 from pipelines.train.state import Best, RunState, restore, state_tensors
 from pipelines.train.trainer import NonFiniteLossSignal, StepRecord, Trainer
 from pipelines.train.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is."""
-
-    step: int
-    steps: int
-    record: StepRecord | None
-    """Of the last step; None right after the start."""
-    best_score: float | None
-
-
-OnProgress = Callable[[Progress], None]
 
 
 def train_worker(
@@ -67,7 +55,7 @@ def train_worker(
         owner: the driver that started this worker, which has claimed the run.
         device: overrides the configuration's.
         shard: spreads the base over the workers.
-        progress: called after every step.
+        progress: called when something else begins, and after every step.
         stop: asked after every step whether to save a checkpoint and leave; only for a single worker.
 
     Raises:
@@ -77,14 +65,25 @@ def train_worker(
     """
     if config.threads_per_worker is not None:
         torch.set_num_threads(config.threads_per_worker)
+    check_extras(config)
     folder = RunFolder(config)
     folder.open()
     claimed = Attempt.claim(folder.storage, owner=owner, renew=True).number if world.leads else 0
     attempt = Attempt(folder.storage, world.broadcast(claimed))
+
+    def tell(phase: str) -> None:
+        if progress is not None and world.leads:
+            progress(Progress(phase=phase, steps=config.steps))
+
+    tell(LOADING)
     setup = set_up(config, device=device, shard=shard)
+    if setup.unfitted and not folder.storage.exists(FITTED):
+        tell(FITTING)
     start_selection(setup, world, folder)
     run = _Run(setup, world, folder, attempt)
-    run.resume()
+    if not run.resume() and run.dev:
+        tell(MEASURING)
+        run.measure_start()
     run.follow(progress, None)
     while run.state.step < config.steps:
         record = run.step()
@@ -92,6 +91,7 @@ def train_worker(
         if stop() and run.state.step < config.steps:
             run.save()
             raise KeyboardInterrupt
+    run.follow(progress, None, phase=WRITING)
     run.finish()
 
 
@@ -108,9 +108,10 @@ class _Run:
         self.records = Records(folder, up_to_step=0)
         self.board: Board | None = None
         self._header = setup.sidecar.header
+        self._resumed_at = 0
 
-    def resume(self) -> None:
-        """Go to the newest checkpoint, the same on every worker; else measure the start."""
+    def resume(self) -> bool:
+        """Go to the newest checkpoint, the same on every worker; gives whether there is any."""
         step, attempt = self._newest()
         if attempt:
             checkpoint = self.checkpoints.read(name_of(step, attempt))
@@ -122,13 +123,15 @@ class _Run:
             restore(self.trainer, checkpoint.tensors)
             self.state = RunState.from_dict(checkpoint.state)
         self.records = Records(self.folder, up_to_step=self.state.step)
-        if self.config.curves:
-            check_available()
         if self.config.tensorboard and self.world.leads:
             self.board = Board(self.folder, after_step=self.state.step)
-        if self.dev and not attempt:
-            self.state.references = self.dev.references()
-            self._evaluate()
+        self._resumed_at = self.state.step
+        return bool(attempt)
+
+    def measure_start(self) -> None:
+        """Held-out losses before the first step, and those that no training changes."""
+        self.state.references = self.dev.references()
+        self._evaluate()
 
     def _newest(self) -> tuple[int, int]:
         found = self.checkpoints.newest() if self.world.leads else None
@@ -196,11 +199,21 @@ class _Run:
             "checkpoint"
         )
 
-    def follow(self, progress: OnProgress | None, record: StepRecord | None) -> None:
+    def follow(
+        self, progress: OnProgress | None, record: StepRecord | None, *, phase: str = TRAINING
+    ) -> None:
         """Tell whoever watches."""
         if progress is not None and self.world.leads:
             best = self.state.best.score if self.state.best else None
-            progress(Progress(step=self.state.step, steps=self.config.steps, record=record, best_score=best))
+            progress(
+                Progress(
+                    phase=phase,
+                    step=self.state.step,
+                    steps=self.config.steps,
+                    record=record,
+                    best_score=best,
+                )
+            )
 
     def finish(self) -> None:
         """Check that the base is untouched, export, report."""
@@ -244,7 +257,8 @@ class _Run:
             "run": self.config.run,
             "folder": self.folder.location,
             made: f"{self.folder.location}/{made}",
-            "attempts": self.attempt.number,
+            "attempts": self.attempt.starts(),
+            "attempt_steps": self.state.step - self._resumed_at,
             "exported_step": exported_step,
             "drift": drift,
             "rows_left_out": dropped_rows(self.setup.files),

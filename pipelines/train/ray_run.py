@@ -12,8 +12,9 @@ from c2kv_core.errors import C2KVError, NonFiniteLossError, TrainingError
 from pipelines.ray_session import MIN_LOGICAL_CPUS, ray_session
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import PROGRESS, STOPPED, RunFolder
-from pipelines.train.ingest import take_in
-from pipelines.train.loop import OnProgress, Progress, train_worker
+from pipelines.train.ingest import is_taken_in, take_in
+from pipelines.train.loop import train_worker
+from pipelines.train.progress import READING, STARTING_RAY, OnProgress, Progress
 from pipelines.train.shard import shard_base
 from pipelines.train.trainer import StepRecord
 from pipelines.train.world import ProcessGroup
@@ -33,10 +34,19 @@ def train_on_ray(config: TrainConfig, *, owner: str, progress: OnProgress | None
         for name in (STOPPED, PROGRESS):
             folder.storage.delete(name)
     cpus = int(config.num_workers * config.num_cpus_per_worker) + 1
-    with ray_session(num_cpus=max(MIN_LOGICAL_CPUS, cpus)), _Follow(folder, progress):
+
+    def tell(phase: str) -> None:
+        if progress is not None:
+            progress(Progress(phase=phase, steps=config.steps))
+
+    tell(STARTING_RAY)
+    with ray_session(num_cpus=max(MIN_LOGICAL_CPUS, cpus)):
         _check_resources(config)
-        take_in(config, folder, on_ray=True)
-        _fit(config, owner)
+        if not is_taken_in(folder):
+            tell(READING)
+            take_in(config, folder, on_ray=True)
+        with _Follow(folder, progress):
+            _fit(config, owner)
     stopped = folder.get_json(STOPPED)
     if stopped is not None:
         raise NonFiniteLossError(stopped["message"])
@@ -147,7 +157,8 @@ class _ProgressFile:
 
     def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
-        if now - self._last < POLL_S and progress.step < progress.steps:
+        in_between = progress.record is not None and progress.step < progress.steps
+        if in_between and now - self._last < POLL_S:
             return
         self._last = now
         record = vars(progress.record) if progress.record else None
@@ -172,20 +183,26 @@ class _Follow:
             self._thread.join()
 
     def _loop(self) -> None:
-        seen = -1
+        seen = ("", 0)
         while not self._ended.wait(POLL_S):
             seen = self._look(seen)
         # The last steps may have come since.
         self._look(seen)
 
-    def _look(self, seen: int) -> int:
-        """Pass on what is new; gives the step that was seen last."""
+    def _look(self, seen: tuple[str, int]) -> tuple[str, int]:
+        """Pass on what is new; gives the phase and step that were seen last."""
         assert self._progress is not None, "started only then"
         found = self._folder.get_json(PROGRESS)
-        if found is not None and found["step"] != seen:
-            seen = found["step"]
+        if found is not None and (found["phase"], found["step"]) != seen:
+            seen = found["phase"], found["step"]
             record = StepRecord(**found["record"]) if found["record"] else None
             self._progress(
-                Progress(step=seen, steps=found["steps"], record=record, best_score=found["best_score"])
+                Progress(
+                    phase=found["phase"],
+                    step=found["step"],
+                    steps=found["steps"],
+                    record=record,
+                    best_score=found["best_score"],
+                )
             )
         return seen

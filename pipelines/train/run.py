@@ -15,9 +15,11 @@ from c2kv_core.errors import TrainingError
 from pipelines.interrupts import sigterm_interrupts
 from pipelines.train.attempts import Attempt
 from pipelines.train.config import TrainConfig
+from pipelines.train.extras import check_extras
 from pipelines.train.folder import REPORT, RunFolder
 from pipelines.train.ingest import is_taken_in, take_in
-from pipelines.train.loop import OnProgress, train_worker
+from pipelines.train.loop import train_worker
+from pipelines.train.progress import READING, OnProgress, Progress
 from pipelines.train.reading import check_files
 from pipelines.train.world import World
 
@@ -33,8 +35,10 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
         InputError: a subclass that says what is wrong with configuration, data, model or sidecar.
         TrainingError: the run cannot go on; what it has saved stays.
     """
+    check_extras(config)
     folder = RunFolder(config)
-    if not is_taken_in(folder):
+    taken_in = is_taken_in(folder)
+    if not taken_in:
         check_files(config)
     folder.open()
     owner = uuid.uuid4().hex
@@ -49,6 +53,8 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
             train_on_ray(config, owner=owner, progress=progress)
     else:
         # Files can be long, and there is no step to finish: here SIGTERM ends it at once.
+        if progress is not None and not taken_in:
+            progress(Progress(phase=READING, steps=config.steps))
         with sigterm_interrupts():
             take_in(config, folder)
         with _told_to_stop() as stop:

@@ -1,0 +1,31 @@
+"""Progress as lines of text, for logs of jobs: one when a phase begins, then one every so often."""
+
+import sys
+import time
+from collections.abc import Callable
+
+
+class Lines:
+    """Writes to stderr."""
+
+    def __init__(self, every_s: float) -> None:
+        """Seconds between two lines of one phase."""
+        self._every_s = every_s
+        self._phase: str | None = None
+        self._last_s = 0.0
+
+    def say(self, phase: str, line: Callable[[], str], *, last: bool = False) -> None:
+        """Write the line where it is time for one, or it is the last of its phase."""
+        now_s = time.monotonic()
+        if phase == self._phase and now_s - self._last_s < self._every_s and not last:
+            return
+        self._phase, self._last_s = phase, now_s
+        sys.stderr.write(line() + "\n")
+        sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
