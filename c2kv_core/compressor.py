@@ -14,6 +14,7 @@ from c2kv_core.identity import Identity
 from c2kv_core.models import load_base, model_directory, parse_dtype
 from c2kv_core.sidecar import Sidecar
 from c2kv_core.spec import CompressorSpec
+from c2kv_core.store import as_stored
 from c2kv_core.text import ChatRenderer, content_hash, document_parts
 
 
@@ -119,6 +120,11 @@ class Compressor:
         )
         counts = [len(document) for document in parts]
         return {ratio: _regroup(made, counts) for ratio, made in slots.items()}
+
+    def as_read(self, parts: Sequence[CompressedDocument]) -> tuple[CompressedDocument, ...]:
+        """Parts as the store gives them back: the same, or rounded where it keeps slots quantised."""
+        codec = self.spec.quantisation
+        return tuple(part if codec == "none" else as_stored(part, codec)[0] for part in parts)
 
     def stored(
         self, namespace: str, source: SourceDocument, parts: tuple[CompressedDocument, ...]

@@ -107,7 +107,7 @@ class _EqualHeads:
         return self.keys.nbytes + self.values.nbytes
 
     def put(self, keys: Tensor, values: Tensor) -> None:
-        end = self.used + keys.shape[2]
+        end = _end(self.used + keys.shape[2], room=self.keys.shape[2])
         self.keys[:, :, self.used : end] = keys
         self.values[:, :, self.used : end] = values
         self.used = end
@@ -201,7 +201,7 @@ class _RowsOfAllHeads:
         return self._keys.nbytes + self._values.nbytes
 
     def put(self, keys: Tensor, values: Tensor) -> None:
-        end = self.used + keys.shape[2]
+        end = _end(self.used + keys.shape[2], room=self._room)
         self._token_keys[:, self.used : end] = keys[0]
         self._token_values[:, self.used : end] = values[0]
         self.used = end
@@ -266,6 +266,17 @@ class _RowsOfAllHeads:
         return [
             torch.cat([given, own[: self.used]]) for given, own in zip(self._given(rows), tokens, strict=True)
         ]
+
+
+def _end(end: int, *, room: int) -> int:
+    """Where new entries end. A single one beyond the room would be broadcast into an empty view: no error, no entry.
+
+    Raises:
+        IndexError: there is no room.
+    """
+    if end > room:
+        raise IndexError(f"expected room for {end} entries in an answer's cache, there is room for {room}")
+    return end
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, causal: Causal, *, scale: float) -> Tensor:

@@ -1,6 +1,5 @@
 """Configuration of the extraction job."""
 
-import os
 import shlex
 from typing import Literal
 
@@ -8,6 +7,7 @@ from pydantic import Field, model_validator
 
 from c2kv_core import CompressorSpec
 from c2kv_core.config import Config
+from c2kv_core.cores import usable_cores
 from pipelines.corpus import Columns
 
 Attention = Literal["auto", "flash", "efficient", "cudnn", "math"]
@@ -138,9 +138,9 @@ class ExtractConfig(Config):
 
     def threads(self) -> int | None:
         """Torch threads of an actor; None leaves them to Ray, as on a GPU."""
-        if self.threads_per_actor is not None or self.num_gpus_per_actor:
+        if self.threads_per_actor is not None or self.device != "cpu":
             return self.threads_per_actor
-        return max(1, (os.cpu_count() or 1) // self.actors)
+        return max(1, usable_cores() // self.actors)
 
     @property
     def hardware(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from c2kv_core.cores import usable_cores
 from c2kv_core.errors import InputError
 
 OBJECT_STORE_BYTES = 300 * 2**20
@@ -104,7 +105,7 @@ def _start(num_cpus: int | None, log_to_driver: bool, metrics_port: int | None) 
 
     ray.init(
         address="local",
-        num_cpus=num_cpus or max(MIN_LOGICAL_CPUS, os.cpu_count() or 1),
+        num_cpus=num_cpus or max(MIN_LOGICAL_CPUS, usable_cores()),
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=log_to_driver,

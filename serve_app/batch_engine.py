@@ -313,6 +313,8 @@ class BatchEngine:
         with self._changed:
             self._closed = True
             left = [*self._running, *self._waiting]
+            for request in self._running:
+                self._places.give_back(request.size_bytes)
             self._running.clear()
             self._waiting.clear()
             for request in left:

@@ -1,12 +1,12 @@
 """Settings of a served application."""
 
-import os
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from c2kv_core.config import Config
+from c2kv_core.cores import usable_cores
 from c2kv_core.spec import CompressorSpec
 from serve_app.caller import Caller
 
@@ -85,7 +85,8 @@ class ServeConfig(Config):
     num_gpus: float = Field(default=0.0, ge=0)
     """GPUs Ray reserves for a replica."""
     torch_threads: int | None = Field(default=None, ge=1)
-    """Threads of a replica's CPU maths; null shares the cores out among the replicas; a GPU needs none."""
+    """Threads of a replica's CPU maths; null shares the cores that affinity and a container's quota leave out among the
+    replicas; a GPU needs none."""
 
     max_running: int = Field(default=16, ge=1)
     """Requests of a replica that are decoded at the same time, in one batch; more wait in the replica."""
@@ -189,10 +190,10 @@ class ServeConfig(Config):
         return self.max_request_s + DRAIN_MARGIN_S
 
     def threads(self) -> int | None:
-        """Torch threads of a replica; None leaves what Ray derives from its logical CPUs."""
-        if self.torch_threads is not None or self.num_gpus:
+        """Torch threads of a replica; None, for other devices, leaves what Ray derives from its logical CPUs."""
+        if self.torch_threads is not None or self.device != "cpu":
             return self.torch_threads
-        return max(1, (os.cpu_count() or 1) // self.most_replicas)
+        return max(1, usable_cores() // self.most_replicas)
 
     def anybody(self) -> Caller:
         """Who asks where no keys are configured."""

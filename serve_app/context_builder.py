@@ -138,7 +138,9 @@ class ContextBuilder:
             built.extract_s += time.monotonic() - started_s
             # One part a turn, so that others' answers go on while a long document is compressed.
             yield None
-        return self._memory.keep(work.namespace, work.content_hash, tuple(parts)), "extracted"
+        # One identity, one set of slots: another replica, or this one later, has them from the store.
+        made = self._compressor.as_read(parts)
+        return self._memory.keep(work.namespace, work.content_hash, made), "extracted"
 
     def compress_part(self, ids: Sequence[int]) -> CompressedDocument:
         """Slots of one part of a document."""

@@ -95,14 +95,16 @@ class DocumentService:
         if (row := held[0]) is not None and all(held):
             return _status(served, row, source.title)
         documents = [await self._stored(edition, caller, source, deadline_s) for edition in editions]
+        # What memory keeps is what others have from the store.
+        read = await self._in_thread(lambda: _as_read(editions, documents))
         # Handed over at once: several puts of one id come in the same order under every edition.
         written = [
             self._writer.put(edition.store, document, _source_text(source, document))
             for edition, document in zip(editions, documents, strict=True)
         ]
         rows = await self._written(written, deadline_s, "the document was written")
-        for edition, document in zip(editions, documents, strict=True):
-            edition.memory.keep(caller.namespace, document.content_hash, document.parts)
+        for edition, document, parts in zip(editions, documents, read, strict=True):
+            edition.memory.keep(caller.namespace, document.content_hash, parts)
         return _status(served, rows[0], source.title)
 
     async def get(self, caller: Caller, doc_id: str) -> DocumentStatus:
@@ -195,6 +197,13 @@ class DocumentService:
                     status["metadata"] = json.loads(text.metadata)
                 return status
         raise unknown_document(doc_id)
+
+
+def _as_read(editions: Sequence[Edition], documents: Sequence[StoredDocument]) -> list[Parts]:
+    return [
+        edition.compressor.as_read(document.parts)
+        for edition, document in zip(editions, documents, strict=True)
+    ]
 
 
 def _source_text(source: SourceDocument, document: StoredDocument) -> SourceText:

@@ -173,3 +173,27 @@ def test_documents_placed_in_an_answers_own_room_equal_those_composed(
         logits_close(got, wanted)
     assert decoder.position == context.next_position + ids.shape[1]
     assert all(bool((k == b).all()) for k, b in zip(prefix.cache.keys, before, strict=True))
+
+
+@pytest.mark.parametrize("heads", ["equal", "at once", "one by one"])
+def test_what_there_is_no_room_for_is_an_error(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A single entry beyond the room could be broadcast into nothing: no error, and a wrong answer.
+    if heads == "one by one":
+        monkeypatch.setattr("c2kv_core.decode_cache.HEADS_READ_AT_ONCE", 0)
+    model = tiny_model()
+    sidecar = random_sidecar(model) if heads == "equal" else shared_sidecar(model)
+    context = compose(model, None, Extractor(model, sidecar).extract(documents([20]), 4))
+    decoder = Decoder(model, context, token_ids(3), max_new_tokens=2)
+    logits = decoder.step(int(decoder.prefill_question().argmax()))
+    with pytest.raises(IndexError, match="expected room for"):
+        decoder.step(int(logits.argmax()))
+
+
+def test_a_document_that_nothing_was_reserved_for_is_an_error() -> None:
+    model = tiny_model()
+    (document,) = Extractor(model, random_sidecar(model)).extract(documents([3]), 4)
+    decoder = Decoder(model, None, [4], max_new_tokens=1)
+    # It takes the room of the question, which has none then.
+    decoder.place([document])
+    with pytest.raises(IndexError, match="expected room for"):
+        decoder.prefill_question()

@@ -50,6 +50,8 @@ def test_closing_fails_what_is_left(start: Callable[..., BatchEngine]) -> None:
         engine.submit(job(), inbox)
     engine.close()
     assert all(isinstance(inbox.wait()[-1], Failed) for inbox in inboxes)
+    wait_until(lambda: engine.stats().failed == len(inboxes), what="all to be counted")
+    assert engine.stats().running_bytes == 0
 
 
 def test_leaving_the_events_cancels(start: Callable[..., BatchEngine]) -> None:

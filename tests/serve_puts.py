@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from c2kv_core.compressor import Compressor
 from c2kv_core.errors import StoreError
 from c2kv_core.store import KVStore
 from c2kv_core.text import content_hash
@@ -19,8 +20,9 @@ from serve_app.caller import Caller
 from serve_app.document_writer import DocumentWriter
 from serve_app.loading import load_service
 from serve_app.protocol import DocumentBody
+from serve_app.service import ChatService
 from tests.serve_local import client, local_api, send
-from tests.serve_support import QUESTION, Answer, World, ask_body, collect, make_world, wait_until
+from tests.serve_support import QUESTION, RATIO, Answer, World, ask_body, collect, make_world, wait_until
 
 pytest_plugins = ["tests.serve_support"]
 
@@ -244,3 +246,33 @@ def test_looking_at_documents_of_a_store_that_hangs_keeps_no_answer_waiting(own:
 
     assert asyncio.run(both()).text
     service.close()
+
+
+@pytest.mark.parametrize("quantisation", ["none", "int8"])
+def test_a_documents_slots_are_the_same_wherever_they_come_from(
+    own: World, tmp_path: Path, quantisation: str
+) -> None:
+    config = replace(own, store=str(tmp_path / "store")).config(quantisation=quantisation)
+    identity = Compressor.load(config.compressor_spec()).identities[RATIO]
+    KVStore.open(config.store, identity=identity, create=True)
+    document = {"title": "The larch", "text": TEXT * 20}
+
+    def answer(service: ChatService, source: str | dict[str, Any]) -> tuple[str, list[float]]:
+        told = asyncio.run(collect(service, ask_body([source], logprobs=True, max_tokens=12)))
+        tokens = [token for event in told.events if event["event"] == "text" for token in event["logprobs"]]
+        return told.documents[0]["tier"], [token["logprob"] for token in tokens]
+
+    found = {}
+    service, _ = load_service(config)
+    asyncio.run(service.documents.put(config.anybody(), "larch", DocumentBody(**document)))
+    found["put"] = answer(service, "larch")
+    service.close()
+    service, _ = load_service(config)
+    found["read"] = answer(service, "larch")
+    service.close()
+    service, _ = load_service(config)
+    found["given"] = answer(service, document)
+    found["kept"] = answer(service, document)
+    service.close()
+    assert [tier for tier, _ in found.values()] == ["memory", "store", "extracted", "memory"]
+    assert all(logprobs == found["read"][1] for _, logprobs in found.values()), found

@@ -1,6 +1,5 @@
 """The form of every benchmark's result."""
 
-import os
 import platform
 import statistics
 import time
@@ -9,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+
+from c2kv_core.cores import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
         "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
