@@ -110,6 +110,10 @@ def _ask_all(
             answer = Answer(question=question, slots=slots, full=full)
             answers.append(answer)
             _show(answer, out)
+    right = {name: sum(getattr(a, name).correct(a.question) for a in answers) for name in ("slots", "full")}
+    out.print(
+        f"   Correct: {right['slots']} of {len(answers)} from slots, {right['full']} with full prefill\n"
+    )
     return answers
 
 

@@ -11,7 +11,7 @@ from c2kv_cli.progress import progress_bar
 from pipelines.eval.config import METHOD_NAMES, EvalConfig
 
 if TYPE_CHECKING:
-    from pipelines.eval.evaluate import Progress
+    from pipelines.eval.progress import Progress
     from pipelines.eval.report import EvalReport, MethodRow
 
 TABLE_WIDTH = 140
@@ -45,6 +45,7 @@ def eval_command(
     )
     # Imported late: torch and transformers take seconds.
     from pipelines.eval.evaluate import evaluate
+    from pipelines.eval.progress import EvalLines
 
     with progress_bar("evaluating") as bar:
         task = bar.add_task("eval", total=None, detail="")
@@ -52,7 +53,8 @@ def eval_command(
         def follow(progress: "Progress") -> None:
             bar.update(task, completed=progress.done, total=progress.total)
 
-        report = evaluate(resolved, progress=follow)
+        # A terminal gets a bar, a log gets lines.
+        report = evaluate(resolved, progress=EvalLines() if bar.disable else follow)
     if as_json:
         print_json(report.to_dict())
     else:

@@ -1,6 +1,8 @@
 """The command ``c2kv``."""
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -38,8 +40,19 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"c2kv {version('c2kv')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
     """Compressed, position-free KV caches for long-context answers: extract, serve, measure."""
 
 

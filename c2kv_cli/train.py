@@ -42,7 +42,7 @@ def train(
     from pipelines.train.progress import TrainingLines
     from pipelines.train.run import train as run_train
 
-    goes_on = "the same command goes on from the newest checkpoint"
+    goes_on = "the same command goes on from the newest checkpoint, where there is one"
     with when_interrupted(goes_on), progress_bar("training") as bar:
         # A terminal gets a bar, a log gets lines.
         report = run_train(resolved, progress=TrainingLines() if bar.disable else _Follow(bar))

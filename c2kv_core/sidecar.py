@@ -221,8 +221,10 @@ class Sidecar(nn.Module):
         root = Path(directory)
         missing = [name for name in (HEADER_FILE, TENSOR_FILE) if not (root / name).is_file()]
         if missing:
+            # A run folder holds one below it.
+            meant = f", perhaps {root / 'sidecar'}" if (root / "sidecar" / HEADER_FILE).is_file() else ""
             raise SidecarError(
-                f"expected a sidecar in {root}, found no {missing[0]}; give the folder that holds one"
+                f"expected a sidecar in {root}, found no {missing[0]}; give the folder that holds one{meant}"
             )
         header = SidecarHeader.from_json(_read_header(root / HEADER_FILE), source=str(root / HEADER_FILE))
         tensors = _read_tensors(root / TENSOR_FILE)

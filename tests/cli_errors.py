@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,7 @@ def test_json_is_one_object_on_stdout_and_store_commands_read_it_back(
     code, out, _ = run(monkeypatch, capsys, "store", "gc", store, "--retention-s", "0", "--json")
     assert (code, len(json.loads(out)["removed"])) == (0, 1)
     assert not shard.exists()
+
+
+def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, capsys, "--version") == (0, f"c2kv {version('c2kv')}\n", "")

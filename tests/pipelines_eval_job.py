@@ -193,8 +193,11 @@ def test_the_command_prints_one_object_or_a_table(
     code, out, _ = run(monkeypatch, capsys, *base, "--json", *settings)
     assert code == 0
     assert [(r["method"], r["ratio"]) for r in json.loads(out)["methods"]] == [("full", None), ("c2kv", 8)]
-    code, out, _ = run(monkeypatch, capsys, *base, *settings)
+    code, out, err = run(monkeypatch, capsys, *base, *settings)
     assert code == 0
+    told = [line for line in err.splitlines() if line.startswith(("loading the model", "evaluating"))]
+    assert told[0] == "loading the model ..."
+    assert told[1].startswith("evaluating: 0 of ") and told[-1].endswith(" questions")
     assert "answer NLL" in out and "c2kv" in out and "The sidecar is untrained" in out
 
 

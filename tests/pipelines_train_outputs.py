@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,15 @@ def test_what_is_not_installed_is_told_at_once_and_leaves_nothing(
         train(config.model_copy(update={"curves": False}))
     assert not Path(config.output).exists()
     assert train(config.model_copy(update={"curves": False, "tensorboard": False}))["step"] == config.steps
+
+
+def test_a_finished_run_can_have_its_curves_later(tmp_path: Path, model_dir: Path) -> None:
+    config = train_config(tmp_path, model_dir)
+    train(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(config.model_copy(update={"curves": True}))
+    assert (run_folder(config) / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def check_card(card: str) -> None:

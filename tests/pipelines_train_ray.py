@@ -1,11 +1,12 @@
 """Training on real Ray Train workers: as in one process, with the base whole or spread over them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from c2kv_core.errors import NonFiniteLossError, TrainingError
-from pipelines.train.progress import Progress
+from pipelines.train.progress import TRAINING, Progress
 from pipelines.train.run import train
 from tests.pipelines_train_kit import losses, tiny_model_dir, train_config
 
@@ -38,6 +39,26 @@ def test_a_base_spread_over_two_workers_gives_the_losses_of_one(
     assert report["rows"] == expected["rows"]
     assert report["best"]["score"] == pytest.approx(expected["best"]["score"], rel=1e-5)
     assert seen[-1].step == spread.steps
+
+
+def test_relative_paths_are_those_of_the_driver(
+    ray_cluster: None, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ray Train gives each worker a working directory of its own.
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_dir, "model")
+    first = train_config(
+        tmp_path, Path("model"), data=[{"path": "trees.jsonl"}], output="runs", run="first", steps=2
+    )
+    train(first)
+    changes = {"run": "second", "num_workers": 1, "init_sidecar": "runs/first/sidecar", "data_dir": "."}
+    second = first.model_copy(update=changes)
+    seen: list[Progress] = []
+    report = train(second, progress=seen.append)
+    assert report["sidecar"] == str(tmp_path / "runs/second/sidecar")
+    assert (tmp_path / "runs/second/sidecar/sidecar.json").is_file()
+    assert (TRAINING, 2) in [(p.phase, p.step) for p in seen], "however fast the last step was over"
+    assert train(second)["attempt_steps"] == 0
 
 
 def test_a_loss_that_is_no_number_ends_the_run_without_another_try(

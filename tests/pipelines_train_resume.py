@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from c2kv_core.config import to_yaml
-from c2kv_core.errors import ConfigError, StaleAttemptError, TrainingError
+from c2kv_core.errors import ConfigError, CorpusError, SidecarError, StaleAttemptError, TrainingError
 from c2kv_core.store import open_storage
 from pipelines.train.attempts import Attempt
 from pipelines.train.checkpoint import MANIFEST, Checkpoints
 from pipelines.train.config import TrainConfig
 from pipelines.train.folder import PROGRESS, RunFolder
-from pipelines.train.progress import LOADING, TRAINING, WRITING, Progress
+from pipelines.train.progress import LOADING, READING, TRAINING, WRITING, Progress
 from pipelines.train.run import train
 from tests.pipelines_train_kit import losses, metrics, tiny_model_dir, train_config
 
@@ -268,23 +268,63 @@ def test_a_killed_driver_goes_on_with_the_same_command(tmp_path: Path, model_dir
     assert metrics(killed) == metrics(calm)
 
 
-def test_sigterm_saves_and_leaves(tmp_path: Path, model_dir: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_run_that_is_told_to_stop_saves_its_step_and_leaves(
+    tmp_path: Path, model_dir: Path, number: signal.Signals
+) -> None:
     calm = train_config(tmp_path, model_dir, run="calm", checkpoint_every_steps=100)
     config = calm.model_copy(update={"run": "ended"})
     train(calm)
 
     def end_after(progress: Progress) -> None:
         if progress.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
         train(config, progress=end_after)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     steps: list[int] = []
     train(config, progress=lambda p: steps.extend([p.step] * (p.phase == TRAINING)))
     assert steps[0] == 2, "goes on from the step in which the signal came"
     assert metrics(config) == metrics(calm)
+
+
+def test_what_comes_before_the_first_step_and_a_second_signal_end_at_once(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    config = train_config(tmp_path, model_dir, checkpoint_every_steps=100)
+    seen: list[int] = []
+
+    def while_loading(progress: Progress) -> None:
+        assert progress.phase == LOADING
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def twice(progress: Progress) -> None:
+        seen.append(progress.step)
+        if progress.step == 2:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    for follow in (while_loading, twice):
+        with pytest.raises(KeyboardInterrupt):
+            train(config, progress=lambda p, f=follow: None if p.phase == READING else f(p))  # type: ignore[misc]
+    assert seen[-1] == 2
+    assert not Checkpoints(RunFolder(config).storage).names(), "nothing was saved"
+
+
+def test_a_name_under_which_nothing_was_trained_can_be_had_back(tmp_path: Path, model_dir: Path) -> None:
+    config = train_config(tmp_path, model_dir, max_row_tokens=64, max_part_tokens=64)
+    with pytest.raises(CorpusError, match="raise max_row_tokens"):
+        train(config)
+    with pytest.raises(
+        ConfigError, match=r"has max_row_tokens 64, got 512; .* or remove .*tiny, which holds no check"
+    ):
+        train(config.model_copy(update={"max_row_tokens": 512}))
+    wrong = config.model_copy(update={"run": "start", "init_sidecar": str(tmp_path / "nothing")})
+    with pytest.raises(SidecarError, match=r"found no sidecar\.json"):
+        train(wrong)
+    assert not Path(RunFolder(wrong).location).exists(), "looked for before anything is written"
 
 
 def train_without_space(config: TrainConfig, limit_bytes: int) -> None:

@@ -124,7 +124,7 @@ def _read_jsonl(file: CorpusFile, columns: Columns) -> Iterator[_Record]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                record = CorpusError(f"{where}: broken JSON: {error.msg} at column {error.colno}")
+                record = CorpusError(f"{where}: broken JSON: {error.msg} at character {error.pos + 1}")
             except (ValueError, RecursionError) as error:
                 record = CorpusError(f"{where}: JSON beyond what can be read: {error}")
             yield where, record

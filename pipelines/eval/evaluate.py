@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,21 +18,11 @@ from pipelines.eval.case import Case, CaseMaker
 from pipelines.eval.config import EvalConfig
 from pipelines.eval.methods import METHODS, Method, MethodContext, Setup, check_methods
 from pipelines.eval.metrics import score
+from pipelines.eval.progress import ASKING, LOADING, OnProgress, Progress
 from pipelines.eval.questions import QuestionMaker
 from pipelines.eval.report import EvalReport, Outcome, method_rows
 from pipelines.eval.rows import read_rows
 
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run is."""
-
-    done: int
-    """Questions finished, by all methods."""
-    total: int
-
-
-OnProgress = Callable[[Progress], None]
 OnOutcome = Callable[[Outcome], None]
 
 
@@ -49,16 +38,18 @@ def evaluate(config: EvalConfig, *, progress: OnProgress | None = None) -> EvalR
     rows = read_rows(config.data)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    tell = progress or (lambda told: None)
+    tell(Progress(phase=LOADING))
     compressor = Compressor.load(config.spec())
     run = _Run(config, compressor)
     started = time.perf_counter()
     maker = QuestionMaker(rows, config, lambda d: sum(map(len, compressor.part_ids(d.title, d.text))))
     questions = maker.questions()
+    tell(Progress(phase=ASKING, total=len(questions)))
     with _predictions(config.predictions) as keep:
         for done, question in enumerate(questions, start=1):
             run.ask(run.cases.case(question), keep)
-            if progress is not None:
-                progress(Progress(done=done, total=len(questions)))
+            tell(Progress(phase=ASKING, done=done, total=len(questions)))
     return run.report(time.perf_counter() - started)
 
 

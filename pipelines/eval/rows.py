@@ -58,7 +58,7 @@ def _row(line: str, where: str) -> Row:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise CorpusError(f"{where}: broken JSON: {error.msg} at column {error.colno}") from error
+        raise CorpusError(f"{where}: broken JSON: {error.msg} at character {error.pos + 1}") from error
     if not isinstance(record, dict):
         raise CorpusError(
             f"{where}: expected an object with documents, question and answers, got {type(record).__name__}"

@@ -20,7 +20,7 @@ def to_row(record: Any, layout: Layout) -> TrainRow:
         RowError: it is not of the layout, or lacks a question, an answer or a document.
     """
     if isinstance(record, Exception):
-        raise RowError(UNREADABLE, f"expected an object, got what cannot be read: {record}")
+        raise RowError(UNREADABLE, f"{record}")
     if not isinstance(record, dict):
         raise RowError(UNREADABLE, f"expected an object, got {type(record).__name__}")
     kind = _guess(record) if layout == "auto" else layout

@@ -24,13 +24,12 @@ def model_card(
     sections = [
         f"# C2KV sidecar for {config.model}",
         f"Trained by `c2kv train`, run `{config.run}`. The base model's weights are not in here and were not changed "
-        f"(digest {setup.untrained_digest[:16]} before and after).",
+        f"(digest of its tensors in {config.dtype}: {setup.untrained_digest[:16]} before and after).",
         "## Data",
         _data_table(setup.files),
         f"Rows are drawn by weight with seed {config.seed}; "
         f"{config.documents_per_row[0]} to {config.documents_per_row[1]} documents a row, the supporting ones and "
-        "distractors from the same file. Some sets hold questions of official development sets: do not report official "
-        "scores on those with this sidecar.",
+        "distractors from the same file.",
         "## Training",
         _amounts(state, exported_step, drift, setup),
         "## Losses",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from c2kv_core import SidecarConfig
+from c2kv_core.alias import ALIASES
 from c2kv_core.config import Config
 from c2kv_core.errors import ConfigError
 from c2kv_core.text import SYSTEM
@@ -262,6 +263,18 @@ class TrainConfig(Config):
         """Whether a data file's path is relative."""
         return "://" not in file.path and not _local(file.path).is_absolute()
 
+    def absolute(self) -> Self:
+        """The same with local paths that mean the same in any folder: Ray Train gives each worker one of its own.
+
+        Raises:
+            ConfigError: a home directory that does not exist.
+        """
+        given = {"data_dir": self.data_dir, "output": self.output, "init_sidecar": self.init_sidecar}
+        if _is_directory(self.model):
+            given["model"] = self.model
+        places = {name: str(_local(p).absolute()) for name, p in given.items() if p and not _is_remote(p)}
+        return self.model_copy(update=places)
+
     def data_path(self, file: DataFile) -> str:
         """Where a data file is: a local path, or ``s3://bucket/key``.
 
@@ -273,6 +286,10 @@ class TrainConfig(Config):
         if _is_remote(self.data_dir):
             return f"{self.data_dir.rstrip('/')}/{file.path}"
         return str(_local(self.data_dir) / file.path)
+
+
+def _is_directory(model: str) -> bool:
+    return model not in ALIASES and not _is_remote(model) and Path(model).is_dir()
 
 
 def _is_remote(path: str) -> bool:

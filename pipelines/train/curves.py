@@ -40,19 +40,27 @@ def _losses(axes: Any, steps: list[dict[str, Any]]) -> None:
         x, y = _smooth([(s["step"], s["parts"][name]) for s in steps if name in s["parts"]])
         axes.plot(x, y, linestyle=":", label=name.replace("_", " "))
     axes.set(title="training: answer cross-entropy (nats a token)", xlabel="step")
-    axes.legend()
+    if ratios:
+        axes.legend()
 
 
 def _held_out(axes: Any, dev: list[dict[str, Any]], references: dict[str, Any]) -> None:
-    """Means over files; the value at step 0 is the untrained sidecar's."""
+    """Means over files; the value at step 0 is that of the sidecar that the run began with."""
     axes.set(title="held-out: answer cross-entropy (nats a token)", xlabel="step")
     if not dev:
+        axes.text(0.5, 0.5, "no held-out rows", ha="center", transform=axes.transAxes)
         return
     files = list(dev[0]["answer"])
     for ratio in dev[0]["answer"][files[0]]:
         values = [sum(d["answer"][f][ratio] for f in files) / len(files) for d in dev]
         (line,) = axes.plot([d["step"] for d in dev], values, marker=".", label=f"k = {ratio}")
-        axes.axhline(values[0], linestyle=":", linewidth=0.8, color=line.get_color(), label="untrained")
+        axes.axhline(
+            values[0],
+            linestyle=":",
+            linewidth=0.8,
+            color=line.get_color(),
+            label=f"k = {ratio}, at the start",
+        )
     for name, style in ((FULL, "--"), (NONE, "-.")):
         known = [references[f][name] for f in files if name in references.get(f, {})]
         if known:

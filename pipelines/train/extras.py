@@ -1,5 +1,6 @@
 """What a run shows itself with and a plain installation lacks: looked for before anything is read or written."""
 
+import sys
 from importlib.util import find_spec
 
 from c2kv_core.errors import ConfigError
@@ -21,5 +22,5 @@ def check_extras(config: TrainConfig) -> None:
         off = " ".join(f"{name}=false" for name in missing)
         raise ConfigError(
             f"not installed: {packages}, for {' and '.join(missing)}; "
-            f"run `pip install -e '.[train]'` in the project's folder, or give {off}"
+            f"run `{sys.executable} -m pip install {' '.join(PACKAGES[name] for name in missing)}`, or give {off}"
         )

@@ -71,12 +71,14 @@ class RunFolder:
                 yaml.safe_load(bytes(self.storage.get(CONFIG))),
                 source=f"{self.location}/{CONFIG}",
             )
-        before, now = (config.model_dump(mode="json") for config in (saved, self.config))
+        before, now = (config.absolute().model_dump(mode="json") for config in (saved, self.config))
+        begun = any(self.storage.list_files("checkpoints/"))
+        unless = "" if begun else f", or remove {self.location}, which holds no checkpoint"
         for name in now:
             if name not in MAY_CHANGE and before[name] != now[name]:
                 raise ConfigError(
                     f"the run {self.config.run!r} in {self.config.output} has {name} {json.dumps(before[name])}, got "
-                    f"{json.dumps(now[name])}; give the same to go on, or another run name to start anew"
+                    f"{json.dumps(now[name])}; give the same to go on, or another run name to start anew{unless}"
                 )
 
     def reading(self) -> AbstractContextManager[None]:

@@ -67,7 +67,6 @@ def train_worker(
         torch.set_num_threads(config.threads_per_worker)
     check_extras(config)
     folder = RunFolder(config)
-    folder.open()
     claimed = Attempt.claim(folder.storage, owner=owner, renew=True).number if world.leads else 0
     attempt = Attempt(folder.storage, world.broadcast(claimed))
 
@@ -84,14 +83,15 @@ def train_worker(
     if not run.resume() and run.dev:
         tell(MEASURING)
         run.measure_start()
-    run.follow(progress, None)
+    record = None
+    run.follow(progress, record)
     while run.state.step < config.steps:
         record = run.step()
         run.follow(progress, record)
         if stop() and run.state.step < config.steps:
             run.save()
             raise KeyboardInterrupt
-    run.follow(progress, None, phase=WRITING)
+    run.follow(progress, record, phase=WRITING)
     run.finish()
 
 
@@ -223,6 +223,9 @@ class _Run:
         if not self.world.leads:
             return
         self.attempt.require_latest()
+        if self.config.curves and not self.folder.storage.exists(CURVES):
+            # A finished run may ask for them later.
+            self._draw()
         best = self.state.best
         last = {name: p.detach() for name, p in self.trainer.weights.named.items()}
         weights = load_best(self.folder, best.path) if best else last

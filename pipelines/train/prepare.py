@@ -111,7 +111,9 @@ class Preparer:
         )
         if prepared.total_tokens > self.max_row_tokens:
             raise RowError(
-                TOO_LONG, f"{sample.row.row_id} has {prepared.total_tokens} tokens of {self.max_row_tokens}"
+                TOO_LONG,
+                f"{sample.row.row_id} has {prepared.total_tokens} tokens, beside prefix and gaps there is room for "
+                f"{self.max_row_tokens}",
             )
         return prepared
 

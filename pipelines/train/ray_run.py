@@ -6,6 +6,7 @@ import signal
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from c2kv_core.errors import C2KVError, NonFiniteLossError, TrainingError
@@ -14,7 +15,7 @@ from pipelines.train.config import TrainConfig
 from pipelines.train.folder import PROGRESS, STOPPED, RunFolder
 from pipelines.train.ingest import is_taken_in, take_in
 from pipelines.train.loop import train_worker
-from pipelines.train.progress import READING, STARTING_RAY, OnProgress, Progress
+from pipelines.train.progress import READING, STARTING_RAY, TRAINING, WRITING, OnProgress, Progress
 from pipelines.train.shard import shard_base
 from pipelines.train.trainer import StepRecord
 from pipelines.train.world import ProcessGroup
@@ -196,13 +197,15 @@ class _Follow:
         if found is not None and (found["phase"], found["step"]) != seen:
             seen = found["phase"], found["step"]
             record = StepRecord(**found["record"]) if found["record"] else None
-            self._progress(
-                Progress(
-                    phase=found["phase"],
-                    step=found["step"],
-                    steps=found["steps"],
-                    record=record,
-                    best_score=found["best_score"],
-                )
+            told = Progress(
+                phase=found["phase"],
+                step=found["step"],
+                steps=found["steps"],
+                record=record,
+                best_score=found["best_score"],
             )
+            if told.phase == WRITING and record is not None:
+                # The last step may have been told and replaced between two looks.
+                self._progress(replace(told, phase=TRAINING))
+            self._progress(told)
         return seen

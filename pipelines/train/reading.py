@@ -159,6 +159,8 @@ def _plain(fault: str) -> str:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        return ValueError(f"broken JSON: {error.msg} at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
         return error
 

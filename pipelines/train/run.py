@@ -3,11 +3,10 @@
 python -m pipelines.train --config FILE.yaml key=value ...
 """
 
+import os
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -19,27 +18,32 @@ from pipelines.train.extras import check_extras
 from pipelines.train.folder import REPORT, RunFolder
 from pipelines.train.ingest import is_taken_in, take_in
 from pipelines.train.loop import train_worker
-from pipelines.train.progress import READING, OnProgress, Progress
+from pipelines.train.progress import READING, TRAINING, OnProgress, Progress
 from pipelines.train.reading import check_files
+from pipelines.train.setup import load_start
 from pipelines.train.world import World
 
 
 def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[str, Any]:
     """Train a sidecar, or go on where the run of this name stopped; a finished run is reported again.
 
-    In this process SIGTERM, which machines get before they are taken away, ends the step and saves it, and ends the
-    reading of data files at once; on Ray it ends the run at the newest checkpoint.
+    In this process Ctrl-C and SIGTERM, which machines get before they are taken away, end the step and save it, and end
+    what comes before the first step at once, as a second one ends a step; on Ray they end the run at the newest
+    checkpoint.
 
     Raises:
-        KeyboardInterrupt: SIGTERM came.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came.
         InputError: a subclass that says what is wrong with configuration, data, model or sidecar.
         TrainingError: the run cannot go on; what it has saved stays.
     """
     check_extras(config)
+    config = config.absolute()
     folder = RunFolder(config)
     taken_in = is_taken_in(folder)
     if not taken_in:
         check_files(config)
+        if config.init_sidecar is not None:
+            load_start(config, config.init_sidecar)
     folder.open()
     owner = uuid.uuid4().hex
     with folder.writing():
@@ -57,27 +61,45 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
             progress(Progress(phase=READING, steps=config.steps))
         with sigterm_interrupts():
             take_in(config, folder)
-        with _told_to_stop() as stop:
-            train_worker(config, World(), owner=owner, progress=progress, stop=stop)
+        with _Stop(progress) as stop:
+            train_worker(config, World(), owner=owner, progress=stop.follow, stop=stop.is_asked_for)
     report: dict[str, Any] | None = folder.get_json(REPORT)
     if report is None:
         raise TrainingError("the run ended without a report; this is a fault of the job")
     return report
 
 
-@contextmanager
-def _told_to_stop() -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM only makes what this gives true; outside the main thread, signals are not ours."""
-    told = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield told.is_set
-        return
+class _Stop:
+    """Inside, Ctrl-C and SIGTERM let the step that is made be finished and saved; outside the main thread, signals are
+    not ours."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        told.set()
+    def __init__(self, progress: OnProgress | None) -> None:
+        self._progress, self._phase, self._asked = progress, "", False
+        self._before: dict[signal.Signals, Any] = {}
 
-    before = signal.signal(signal.SIGTERM, note)
-    try:
-        yield told.is_set
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __enter__(self) -> "_Stop":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+
+    def follow(self, progress: Progress) -> None:
+        """Pass on how far the run is."""
+        self._phase = progress.phase
+        if self._progress is not None:
+            self._progress(progress)
+
+    def is_asked_for(self) -> bool:
+        """Whether the run is to be left after this step."""
+        return self._asked
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._asked or self._phase != TRAINING:
+            raise KeyboardInterrupt
+        self._asked = True
+        if number == signal.SIGINT:
+            # Not through sys.stderr, in which the signal may have come.
+            os.write(2, b"finishing the step and saving it; Ctrl-C again stops at once\n")

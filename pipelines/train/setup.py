@@ -140,6 +140,20 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def load_start(config: TrainConfig, place: str) -> Sidecar:
+    """The sidecar that a run is to start from.
+
+    Raises:
+        SidecarError: there is none, or it has other settings than the run.
+    """
+    loaded, settings = Sidecar.load(sidecar_directory(place)), config.sidecar_config(trained=True)
+    for name in ("rank", "overlap_tokens", "selection"):
+        own, wanted = getattr(loaded.config, name), getattr(settings, name)
+        if own != wanted and (own, wanted) != GAINS_SHARES:
+            raise SidecarError(f"{place} has {name} {own}, the run {wanted}; give the same")
+    return loaded
+
+
 def _sidecar(
     config: TrainConfig, model: PreTrainedModel, eos_token_id: int | None
 ) -> tuple[Sidecar, frozenset[str]]:
@@ -151,16 +165,12 @@ def _sidecar(
         torch.manual_seed(config.seed)
         made = Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
         return made, frozenset(filter(is_fitted, made.state_dict()))
-    loaded = Sidecar.load(sidecar_directory(config.init_sidecar))
+    loaded = load_start(config, config.init_sidecar)
     if loaded.header.base_digest not in ("", weights):
         raise SidecarError(
             f"{config.init_sidecar} was trained for base weights {loaded.header.base_digest[:12]}, those of "
             f"{config.model} are {weights[:12]}; give the model it was trained for"
         )
-    for name in ("rank", "overlap_tokens", "selection"):
-        own, wanted = getattr(loaded.config, name), getattr(settings, name)
-        if own != wanted and (own, wanted) != GAINS_SHARES:
-            raise SidecarError(f"{config.init_sidecar} has {name} {own}, the run {wanted}; give the same")
     fresh = Sidecar.from_base(model, settings, eos_token_id=eos_token_id, base_digest=weights)
     known = loaded.state_dict()
     fresh.load_state_dict({**fresh.state_dict(), **known})
