@@ -60,7 +60,10 @@ def load_base(
     except (RuntimeError, AssertionError) as error:
         # The latter is what torch raises where it was built without the device's back end.
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"cannot put model {name_or_path!r} on device {str(device)!r}: {reason}") from error
+        raise ModelError(
+            f"cannot put model {name_or_path!r} on device {str(device)!r}: {reason}; give device=cpu, or install a "
+            "build of PyTorch for that device, as the README shows"
+        ) from error
     return model.eval().requires_grad_(False), tokenizer
 
 

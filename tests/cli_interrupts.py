@@ -58,7 +58,8 @@ def test_a_run_ends_in_order_and_says_how_to_go_on(
     saved = tmp_path / "runs" / config.run / "checkpoints" / "*"
     code, err = interrupted(number, saved, "train", "--config", str(tmp_path / "train.yaml"))
     assert code == 130, err
-    assert err.endswith("interrupted; the same command goes on from the newest checkpoint\n"), err
+    assert err.endswith("the same command goes on from the newest checkpoint, where there is one\n"), err
+    assert ("finishing the step and saving it" in err) == (number == signal.SIGINT and not workers), err
     assert "Traceback" not in err and "***" not in err
 
 

@@ -285,7 +285,7 @@ def test_long_documents_are_split_and_answers_keep_their_end(tmp_path: Path) -> 
     answer_ids = made.asked[0].answer_ids
     assert answer_ids.index(end) == len(answer_ids) - 1, "the only end token is the last"
     assert tiny_tokenizer().decode(answer_ids[:-1]).strip() == row["answers"][0].strip()
-    with pytest.raises(RowError, match=rf"{TOO_LONG}: row-0 has {made.total_tokens} tokens of 100"):
+    with pytest.raises(RowError, match=rf"{TOO_LONG}: row-0 has {made.total_tokens} tokens, .* 100"):
         prepared(tmp_path, row, max_row_tokens=100)
 
 
