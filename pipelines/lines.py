@@ -4,11 +4,14 @@ import sys
 import time
 from collections.abc import Callable
 
+LINE_EVERY_S = 10.0
+"""Seconds between two lines of one phase, where nothing else is asked for."""
+
 
 class Lines:
     """Writes to stderr."""
 
-    def __init__(self, every_s: float) -> None:
+    def __init__(self, every_s: float = LINE_EVERY_S) -> None:
         """Seconds between two lines of one phase."""
         self._every_s = every_s
         self._phase: str | None = None
@@ -22,6 +25,11 @@ class Lines:
         self._phase, self._last_s = phase, now_s
         sys.stderr.write(line() + "\n")
         sys.stderr.flush()
+
+
+def time_to_go(began_s: float, *, made: int, left: int) -> str:
+    """What is left at the pace so far, ``began_s`` of the monotonic clock; ``made`` is 1 or more."""
+    return f"{duration((time.monotonic() - began_s) / made * left)} to go"
 
 
 def duration(seconds: float) -> str:

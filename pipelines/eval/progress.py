@@ -4,13 +4,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipelines.lines import Lines, duration
+from pipelines.lines import Lines, time_to_go
 
 LOADING = "loading the model"
 ASKING = "evaluating"
-
-LINE_EVERY_S = 10.0
-"""Seconds between two lines while questions are asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +27,8 @@ OnProgress = Callable[[Progress], None]
 class EvalLines:
     """Writes a line to stderr when a phase begins, and every so often while questions are asked."""
 
-    def __init__(self, every_s: float = LINE_EVERY_S) -> None:
-        self._lines = Lines(every_s)
+    def __init__(self) -> None:
+        self._lines = Lines()
         self._began_s = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
@@ -46,5 +43,5 @@ class EvalLines:
         line = f"{progress.phase}: {progress.done:,} of {progress.total:,} questions"
         if not 0 < progress.done < progress.total:
             return line
-        per_question = (time.monotonic() - self._began_s) / progress.done
-        return f"{line}, {duration(per_question * (progress.total - progress.done))} to go"
+        left = progress.total - progress.done
+        return f"{line}, {time_to_go(self._began_s, made=progress.done, left=left)}"

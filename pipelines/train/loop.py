@@ -28,7 +28,16 @@ from pipelines.train.extras import check_extras
 from pipelines.train.folder import CURVES, REPORT, RunFolder
 from pipelines.train.ingest import dropped_rows
 from pipelines.train.prepare import Prepared
-from pipelines.train.progress import FITTING, LOADING, MEASURING, TRAINING, WRITING, OnProgress, Progress
+from pipelines.train.progress import (
+    FITTING,
+    LOADING,
+    MEASURING,
+    TRAINING,
+    WRITING,
+    OnProgress,
+    Progress,
+    tell_phase,
+)
 from pipelines.train.records import Records
 from pipelines.train.selection import FITTED, start_selection
 from pipelines.train.setup import TrainingSetup, set_up
@@ -69,19 +78,16 @@ def train_worker(
     folder = RunFolder(config)
     claimed = Attempt.claim(folder.storage, owner=owner, renew=True).number if world.leads else 0
     attempt = Attempt(folder.storage, world.broadcast(claimed))
-
-    def tell(phase: str) -> None:
-        if progress is not None and world.leads:
-            progress(Progress(phase=phase, steps=config.steps))
-
-    tell(LOADING)
+    # The leader alone is watched.
+    progress = progress if world.leads else None
+    tell_phase(progress, LOADING, steps=config.steps)
     setup = set_up(config, device=device, shard=shard)
     if setup.unfitted and not folder.storage.exists(FITTED):
-        tell(FITTING)
+        tell_phase(progress, FITTING, steps=config.steps)
     start_selection(setup, world, folder)
     run = _Run(setup, world, folder, attempt)
     if not run.resume() and run.dev:
-        tell(MEASURING)
+        tell_phase(progress, MEASURING, steps=config.steps)
         run.measure_start()
     record = None
     run.follow(progress, record)
@@ -203,7 +209,7 @@ class _Run:
         self, progress: OnProgress | None, record: StepRecord | None, *, phase: str = TRAINING
     ) -> None:
         """Tell whoever watches."""
-        if progress is not None and self.world.leads:
+        if progress is not None:
             best = self.state.best.score if self.state.best else None
             progress(
                 Progress(

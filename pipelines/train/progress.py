@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipelines.lines import Lines, duration
+from pipelines.lines import Lines, time_to_go
 from pipelines.train.trainer import StepRecord
 
 STARTING_RAY = "starting Ray"
@@ -14,9 +14,6 @@ FITTING = "fitting the selection"
 MEASURING = "measuring the start on held-out rows"
 TRAINING = "training"
 WRITING = "writing the result"
-
-LINE_EVERY_S = 10.0
-"""Seconds between two lines while steps are made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +47,17 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
+def tell_phase(progress: OnProgress | None, phase: str, *, steps: int) -> None:
+    """Say what begins, if anybody watches."""
+    if progress is not None:
+        progress(Progress(phase=phase, steps=steps))
+
+
 class TrainingLines:
     """Writes a line to stderr when a phase begins, and every so often while steps are made."""
 
-    def __init__(self, every_s: float = LINE_EVERY_S) -> None:
-        self._lines = Lines(every_s)
+    def __init__(self) -> None:
+        self._lines = Lines()
         self._first_step, self._began_s = 0, 0.0
 
     def __call__(self, progress: Progress) -> None:
@@ -70,5 +73,6 @@ class TrainingLines:
         made, left = progress.step - self._first_step, progress.steps - progress.step
         if progress.record is None or not made:
             return at
-        to_go = (time.monotonic() - self._began_s) / made * left
-        return f"{at}, {progress.detail}" + (f", {duration(to_go)} to go" if left else "")
+        return f"{at}, {progress.detail}" + (
+            f", {time_to_go(self._began_s, made=made, left=left)}" if left else ""
+        )

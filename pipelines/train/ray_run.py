@@ -15,7 +15,15 @@ from pipelines.train.config import TrainConfig
 from pipelines.train.folder import PROGRESS, STOPPED, RunFolder
 from pipelines.train.ingest import is_taken_in, take_in
 from pipelines.train.loop import train_worker
-from pipelines.train.progress import READING, STARTING_RAY, TRAINING, WRITING, OnProgress, Progress
+from pipelines.train.progress import (
+    READING,
+    STARTING_RAY,
+    TRAINING,
+    WRITING,
+    OnProgress,
+    Progress,
+    tell_phase,
+)
 from pipelines.train.shard import shard_base
 from pipelines.train.trainer import StepRecord
 from pipelines.train.world import ProcessGroup
@@ -36,15 +44,11 @@ def train_on_ray(config: TrainConfig, *, owner: str, progress: OnProgress | None
             folder.storage.delete(name)
     cpus = int(config.num_workers * config.num_cpus_per_worker) + 1
 
-    def tell(phase: str) -> None:
-        if progress is not None:
-            progress(Progress(phase=phase, steps=config.steps))
-
-    tell(STARTING_RAY)
+    tell_phase(progress, STARTING_RAY, steps=config.steps)
     with ray_session(num_cpus=max(MIN_LOGICAL_CPUS, cpus)):
         _check_resources(config)
         if not is_taken_in(folder):
-            tell(READING)
+            tell_phase(progress, READING, steps=config.steps)
             take_in(config, folder, on_ray=True)
         with _Follow(folder, progress):
             _fit(config, owner)

@@ -18,7 +18,7 @@ from pipelines.train.extras import check_extras
 from pipelines.train.folder import REPORT, RunFolder
 from pipelines.train.ingest import is_taken_in, take_in
 from pipelines.train.loop import train_worker
-from pipelines.train.progress import READING, TRAINING, OnProgress, Progress
+from pipelines.train.progress import READING, TRAINING, OnProgress, Progress, tell_phase
 from pipelines.train.reading import check_files
 from pipelines.train.setup import load_start
 from pipelines.train.world import World
@@ -57,8 +57,8 @@ def train(config: TrainConfig, *, progress: OnProgress | None = None) -> dict[st
             train_on_ray(config, owner=owner, progress=progress)
     else:
         # Files can be long, and there is no step to finish: here SIGTERM ends it at once.
-        if progress is not None and not taken_in:
-            progress(Progress(phase=READING, steps=config.steps))
+        if not taken_in:
+            tell_phase(progress, READING, steps=config.steps)
         with sigterm_interrupts():
             take_in(config, folder)
         with _Stop(progress) as stop:
